@@ -31,8 +31,8 @@ class OrchWarning(UserWarning):
 def ask(verb: str, *names: str, options: Sequence[str] = (), accept: Collection[int] = ()) -> Any:
     """Run a command and return the data that it prints. Raises the OrchError that it reports.
 
-    `names` are passed verbatim, even with a leading dash. An exit code in `accept` is not an error. Ctrl-C is sent
-    to the command once, and the command's message is added to the KeyboardInterrupt as a note.
+    `names` are passed unchanged, even with a leading dash. An exit code in `accept` is not an error. Ctrl-C reaches
+    the command once, and the command's message becomes a note of the KeyboardInterrupt.
     """
     words = (verb, *options, "--", *names)
     if not sys.executable:
@@ -57,7 +57,7 @@ def _run_command(words: Sequence[str]) -> tuple[str, int]:
     environ = {key: value for key, value in os.environ.items() if key not in ("PYTHONINSPECT", "PYTHONIOENCODING")}
     command = [sys.executable, "-P", "-c", _PROGRAM, "--json", "--quiet", *words]
     try:
-        # In its own process group: a terminal would interrupt it a second time, and that ends it immediately.
+        # In its own process group, since a second interrupt from the terminal would end it immediately.
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environ, text=True, encoding="utf-8",
             errors="replace", process_group=0,
@@ -74,7 +74,7 @@ def _run_command(words: Sequence[str]) -> tuple[str, int]:
 
 
 def _add_message(interrupt: KeyboardInterrupt, text: str) -> None:
-    """Report the state after an interrupted command: a run that continues, a request that is still pending."""
+    """Add the state after an interrupted command: a run that continues, or a request that is still pending."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         error = json.loads(text)["error"]
         message = "; ".join(filter(None, (error["message"], error["hint"])))
@@ -83,7 +83,7 @@ def _add_message(interrupt: KeyboardInterrupt, text: str) -> None:
 
 
 def _public_error(fields: dict[str, str], code: int) -> errors.OrchError:
-    """Return the error as its own class if that is public, else as a public ancestor, else by its exit code."""
+    """Return the error as its own class if that is public, or as a public ancestor, or by its exit code."""
     own = getattr(errors, fields["code"], None)
     candidates = [*(own.__mro__ if isinstance(own, type) else ()), *(k for k in PUBLIC_ERRORS if k.exit_code == code)]
     kind = next((candidate for candidate in candidates if candidate in PUBLIC_ERRORS), errors.OrchError)

@@ -14,7 +14,7 @@ from orchestrator.errors import RunCancelled, RunFailed
 from orchestrator.states import LIVE_RUNS, RunState
 
 Overrides = Mapping[str, Any] | Sequence[str]
-"""`{"train.steps": 200}`, or in command-line form: `["train.steps=200"]`."""
+"""`{"train.steps": 200}`, or `["train.steps=200"]` as on the command line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class LastCheckpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run as reported by `orch status`; `refresh` queries it again."""
+    """A run as `orch status` reports it; `refresh` queries it again."""
 
     name: str
     state: str  # CREATED, QUEUED, RUNNING, RECOVERING, SUCCEEDED, FAILED, CANCELLED or HELD
@@ -37,7 +37,7 @@ class Run:
     total_steps: int | None
     loss: float | None
     attempts: int  # jobs so far
-    generations: int  # starts of its ranks, in all attempts
+    generations: int  # starts of its ranks in all attempts
     cluster: str  # slurm or local
     job_id: str | None  # of the newest attempt
     nodes: tuple[str, ...]
@@ -45,7 +45,7 @@ class Run:
     updated_at: datetime
 
     def __new__(cls, *names: Any, **_fields: Any) -> "Run":
-        """Raise TypeError for a name; the message has the call that finds a run by name."""
+        """Raise TypeError for a name, with the call that finds a run by name."""
         if names:
             raise TypeError(f"a Run comes from orch.status or orch.submit: orch.status({_name(names[0])!r})[0]")
         return super().__new__(cls)

@@ -35,7 +35,7 @@ def is_section(kind: Any) -> bool:
 
 
 def is_open(kind: Any) -> bool:
-    """Return whether users may add their own keys here."""
+    """Return whether this is a map to which users may add their own keys."""
     return typing.get_origin(kind) is dict
 
 
@@ -46,7 +46,7 @@ def item_kind(kind: Any) -> Any:
 
 
 def key_type(path: Path, where: str) -> Any:
-    """Return the type of the key at `path`; raises ConfigError with the nearest valid key if it is unknown."""
+    """Return the type of the key at `path`. If it is unknown, raise ConfigError with the nearest valid key."""
     kind: Any = RunConfig
     for depth, name in enumerate(path):
         if is_open(kind):
@@ -70,7 +70,7 @@ def within_open(path: Path) -> bool:
 
 
 def unknown_key_error(path: Path, kind: Any, where: str, whole: Path = ()) -> ConfigError:
-    """Return the error for an unknown key of section `kind`; `whole` is the full typed key, if longer."""
+    """Return the error for an unknown key of section `kind`; `whole` is the whole key that was typed, if longer."""
     prefix, there = path[:-1], list(section(kind))
     typed = whole or path
     siblings = [dotted_key((*prefix, name)) for name in there]

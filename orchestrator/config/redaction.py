@@ -39,7 +39,7 @@ def redact_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def redacted_origins(origins: dict[str, str]) -> dict[str, str]:
-    """Return the origins of values without the secret in a command-line override."""
+    """Return the origins of values, without the secrets in command-line overrides."""
     return {key: redacted_url(origin) if key in SECRET_KEYS else origin for key, origin in origins.items()}
 
 
@@ -49,14 +49,14 @@ _WORDS = frozenset(
         "AUTH", "JWT",
     }
 )  # fmt: skip
-"""Words in the name of a secret; TOKENIZERS does not match."""
+"""Words that mark the name of a secret. Only whole words match, so TOKENIZERS does not."""
 _SECRET_NAME = re.compile(
     r".*(PASSWORD|PASSWD|PASSPHRASE|(^|[^A-Z0-9])(SECRETS?|PWD|PASS)|(API|ACCESS|SECRET)[^A-Z0-9]?KEY)", re.DOTALL
 )
-"""Name endings that always mean a secret, whatever the value looks like (SECRET_ACCESS_KEY, PGPASSWORD)."""
+"""Names that always mean a secret, whatever the value (SECRET_ACCESS_KEY, PGPASSWORD)."""
 _PLAIN_WORD = re.compile(r"[a-z_-]+")
 _VALUE = re.compile(r"[^\s<>\[\]{}|$/~.][^\s<>\[\]{}|]{7,}")
-"""Pattern of a possible secret; excludes paths, placeholders and shell variables."""
+"""Pattern for a possible secret; excludes paths, placeholders and shell variables."""
 _NUMBER = re.compile(r"[-+]?[0-9][0-9_.]*([eE][-+]?[0-9]+)?")
 _OPTION = re.compile(r"--?(?P<name>[A-Za-z][\w-]*)(?:=(?P<value>.*))?", re.DOTALL)
 _TYPED = "override "
@@ -67,7 +67,7 @@ _COMMANDS = ("command", "notify.command", "restore_tests.command")
 
 @dataclass(frozen=True, kw_only=True)
 class _Form:
-    """Pattern of one kind of credential, and the environment variable that usually holds it."""
+    """Pattern for one kind of credential, and the environment variable that usually holds it."""
 
     what: str
     variable: str
@@ -97,7 +97,7 @@ def require_none(values: Mapping[str, Any], origins: Mapping[str, str], named: S
     """
     for key, what, variable in _find_secrets(values):
         names, origin = ",".join(dict.fromkeys([*named, variable])), origins.get(key, "")
-        # A value from an override disappears with it, so `~key` is not needed.
+        # A value from an override disappears with the override, so `~key` is not needed.
         without = f"~{key} " if key == f"env.{variable}" and not origin.startswith(_TYPED) else ""
         hint = f"`export {variable}=...` and `{without}env_from=[{names}]` instead: the ranks then have {variable}"
         secret = f"{key}: {what}, which would be written to config.json and the registry"
@@ -119,7 +119,7 @@ def place(origin: str) -> str:
 def _find_secrets(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yield each secret's key, the complaint, and the variable to use instead."""
     for key, value in values.items():
-        if key in SECRET_KEYS:  # moved out of the config elsewhere
+        if key in SECRET_KEYS:  # other code moves these out of the config
             continue
         name = key.removeprefix("env.")
         variable = key.rpartition(".")[2]
@@ -147,7 +147,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def _may_be_secret(value: Any, name: str) -> bool:
-    """Return whether this value, of a variable with a secret's name, may be a secret."""
+    """Return whether the value of a variable with a secret's name may be a secret."""
     text = "" if value is None or isinstance(value, bool | dict | list | tuple) else str(value)
     if _SECRET_NAME.fullmatch(name.upper()):
         return bool(text.strip()) and text.lower() not in _NO_SECRETS and not _is_elsewhere(name, text)

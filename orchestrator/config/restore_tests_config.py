@@ -20,11 +20,11 @@ SAMPLES = ("unproven", "newest", "oldest", "random")
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreTestsConfig:
-    """Restore tests of this run's checkpoints: separate jobs that restore one and train a few steps from it."""
+    """Restore tests of this run's checkpoints: separate jobs that restore one and train a few more steps."""
 
     every: str = "1d"
-    """`1d`, `6h`, `30m`: after this much training, then at this interval; `nightly`; a crontab line (`0 3 * * *`); or
-    `off`.
+    """An interval (`1d`, `6h`, `30m`; the first test comes after that much training), `nightly`, a crontab line
+    (`0 3 * * *`), or `off`.
 
     The last checkpoint of a successful run is also tested once."""
 
@@ -32,10 +32,11 @@ class RestoreTestsConfig:
     """Checkpoint to test: `unproven` (the newest not yet restored by a test), `newest`, `oldest` or `random`."""
 
     tier: str = ""
-    """Path of the tier whose copies are tested; empty: the tier of the commit, if all nodes can read it."""
+    """Path of the tier whose copies are tested; empty: the tier where checkpoints are committed, if all nodes can read
+    it."""
 
     layouts: tuple[str, ...] = (SAME,)
-    """Layouts to test: `same` as the run, ranks on one node (`1`), or nodes x ranks per node (`2x4`)."""
+    """Layouts to test: `same` (the run's), a number of ranks on one node (`1`), or nodes x ranks per node (`2x4`)."""
 
     steps: int = 3
     """Number of steps to train from the checkpoint and compare with the run's own."""
@@ -44,16 +45,16 @@ class RestoreTestsConfig:
     """Level of the `orch ckpt verify` that runs first: 2 checks every byte, 3 the structure, 4 every value."""
 
     budget: float = 0.005
-    """Largest share of the run's rank-hours that its restore tests may use."""
+    """Maximum share of the run's rank-hours that its restore tests may use."""
 
     max_parallel: int = 1
-    """Maximum number of restore tests that may be active at once, over all runs."""
+    """Maximum number of restore tests that may be active at the same time, over all runs."""
 
     cluster: dict[str, Any] = field(default_factory=dict)
     """Keys of `cluster` that differ in tests (`partition`, `qos`, `time`, `mem`); `layouts` sets the size."""
 
     command: tuple[str, ...] = ()
-    """For a `command`: the program that restores $ORCH_CHECKPOINT (docs/restore-tests.md)."""
+    """For runs of a `command`: the program that restores $ORCH_CHECKPOINT (docs/restore-tests.md)."""
 
     def __post_init__(self) -> None:
         if self.sample not in SAMPLES:
@@ -89,7 +90,7 @@ def is_schedule(every: str) -> bool:
 
 def interval_seconds(every: str) -> float | None:
     """Return the seconds of an interval; None for any other schedule."""
-    return None if every.endswith("s") else parse_span(every)  # seconds are too short between jobs
+    return None if every.endswith("s") else parse_span(every)  # an interval in seconds is too short for jobs
 
 
 def _is_cron(every: str) -> bool:
@@ -159,7 +160,7 @@ def nodes_and_ranks(layout: str) -> tuple[int, int]:
 
 
 def rank_count(layout: str, config: JobConfig) -> int:
-    """Return the number of ranks of a test on `layout`."""
+    """Return the number of ranks that a test on `layout` has."""
     if layout == SAME:
         return config.cluster.world_size
     nodes, ranks = nodes_and_ranks(layout)

@@ -1,4 +1,4 @@
-"""The whole configuration of a run; the job reads `trainer.protocol.config`."""
+"""The complete configuration of a run. The job reads only the part in `trainer.protocol.config`."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,10 +30,10 @@ class ClusterConfig(ClusterShape):
     template_args: dict[str, str] = field(default_factory=dict)
     """Values for the placeholders in those scripts."""
     python: str = ""
-    """Python on the compute nodes; empty: the one that runs orch, or the template's."""
+    """Python on the compute nodes; empty: the Python that runs orch, or the template's."""
     sbatch: dict[str, Any] = field(default_factory=dict)
     """Other sbatch options, by their long names (`switches: 1@10:00`: wait for nodes under one switch); values are
-    passed as written."""
+    passed unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True)

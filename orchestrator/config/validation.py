@@ -43,7 +43,7 @@ SHOWN = 8
 
 
 def elastic_complaints(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield complaints about `cluster.min_nodes`; a full layout that does not fit is reported elsewhere."""
+    """Yield complaints about `cluster.min_nodes`. A full layout that does not fit is reported elsewhere."""
     cluster, least = config.cluster, config.cluster.min_nodes
     if least < 0:
         yield f"cluster.min_nodes={least}: must be 0 (never fewer than cluster.nodes) or a number of nodes", ""
@@ -64,7 +64,7 @@ def elastic_complaints(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _divides(config: RunConfig) -> bool:
-    """Return whether the batch size divides evenly on the full layout; if not, that is the error to report."""
+    """Return whether the batch size divides evenly in the full layout. If not, another check reports that."""
     try:
         ranks = config.parallel.data_parallel_size(config.cluster.world_size)
     except ValueError:
@@ -96,14 +96,14 @@ _ONLY_FOR_WORKLOADS: dict[keys.Path, str] = {
     ("checkpoint",): _CHECKPOINTS,
     ("detection", "spike"): "orch does not see the program's loss",
 }
-"""Sections without effect on a command, and their alternatives."""
+"""Sections that have no effect on a command, and what to use instead."""
 
 
 def refuse_ineffective(config: RunConfig, assignments: Sequence[Assignment]) -> None:
     """Raise ConfigError for the first assignment that has no effect on a `command`.
 
-    `assignments`: values for this run only, without the site file and presets. A key that another value references
-    (`${train.steps}`) has an effect.
+    `assignments` are the values for this run only, not those of the site file and presets. A key to which another value
+    refers (`${train.steps}`) has an effect.
     """
     if not config.command:
         return
@@ -122,7 +122,7 @@ def refuse_ineffective(config: RunConfig, assignments: Sequence[Assignment]) -> 
 BUILT_IN = WorkloadConfig().target
 SECTIONS = frozenset(path[0] for path in keys.every_key() if len(path) > 1)
 LARGEST = 1 << 53
-"""Largest whole number; beyond it, doubles are not exact."""
+"""Largest permitted whole number. Above it, doubles are not exact."""
 KNOWN_TEXTS = ("python-stdlib",)
 """Entries of data.text that are names, not paths."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -149,7 +149,7 @@ _DEFAULTS = "defaults only"
 def invalid_values_error(what: str, origins: Origins, hint: str = "", unset: str = _DEFAULTS) -> ConfigError:
     """Return the error for values that do not fit, with the origins of all keys that `what` names.
 
-    If `what` ends with ": type ...", that part becomes the hint.
+    If `what` ends in ": type ...", that part becomes the hint.
     """
     what, _, advice = what.partition(": type ")
     hint = hint or (f"type {advice}" if advice else "")
@@ -172,7 +172,7 @@ def _mentioned_keys(what: str) -> set[tuple[str, ...]]:
 
 
 def _usual(what: str, origins: Origins) -> str:
-    """Return a generic hint: omit a typed value; use `~key` for others, since a preset may set the value."""
+    """Return a generic hint: omit a value that was typed; reset others by `~key`, because a preset may set them."""
     key = re.match(r"[a-z_]+(?:\.[a-z_]+)+", what)
     if key is None:
         return "`orch config show CONFIG` shows all values"
@@ -255,7 +255,7 @@ def _program(config: RunConfig) -> Iterator[Complaint]:
 
 
 def _target_meant(target: str) -> str:
-    """Return a hint with a file path or dotted class written as a target, or an example."""
+    """Return a hint that spells a file path or a dotted class as a target, or gives an example."""
     file, mark, name = target.partition(":")
     if not mark and not file.endswith(".py"):
         file, _, name = file.rpartition(".")
@@ -289,7 +289,7 @@ def _restore_tests(config: RunConfig) -> Iterator[Complaint]:
 
 
 def _layouts(config: RunConfig) -> Iterator[Complaint]:
-    """Yield test layouts that do not fit. Their tests would stay due forever and block all others."""
+    """Yield restore test layouts that do not fit. Such tests would stay due forever and block all others."""
     data = asdict(config)
     for layout in config.restore_tests.layouts:
         if layout != SAME and (what := _misfit({**data, **with_layout(data, layout)})):
@@ -324,7 +324,7 @@ def _ranks(config: RunConfig) -> Iterator[Complaint]:
 
 
 def _cluster(config: RunConfig) -> Iterator[Complaint]:
-    """Yield values that Slurm cannot parse, which would otherwise fail only when the run starts."""
+    """Yield values that Slurm cannot parse. Otherwise they would fail only when the run starts."""
     if what := _no_folder(config.cluster.root):
         hint = "cluster.root=FOLDER chooses another; a missing folder is created"
         yield f"cluster.root={config.cluster.root}: {what}", hint
@@ -334,7 +334,7 @@ def _cluster(config: RunConfig) -> Iterator[Complaint]:
 
 
 def _no_folder(place: str) -> str:
-    """Return why this place cannot become a folder; empty if it is one or does not exist."""
+    """Return why this path cannot become a folder; empty if it is one or does not exist."""
     try:
         mode = os.stat(place).st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -345,7 +345,7 @@ def _no_folder(place: str) -> str:
 
 
 LONGEST_PAUSE = 7 * 86400
-"""Seconds; a run with a longer pause between attempts looks as if it had no controller."""
+"""Maximum pause between attempts in seconds. With a longer pause, a run seems to have no controller."""
 
 
 def _pauses(config: RunConfig) -> Iterator[Complaint]:
@@ -360,7 +360,7 @@ def _pauses(config: RunConfig) -> Iterator[Complaint]:
 def _recompute(config: RunConfig) -> Iterator[Complaint]:
     """Refuse a combination that torch 2.13 cannot run.
 
-    The first backward pass fails if FSDP gathers parts of a layer whose matrix products are kept.
+    If FSDP gathers parts of a layer whose matrix products are kept, the first backward pass fails.
     """
     train, wrap = config.train, config.parallel.fsdp.wrap
     if train.activation_checkpointing and train.recompute.keep == "products" and wrap not in ("auto", "Block"):

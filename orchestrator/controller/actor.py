@@ -57,34 +57,34 @@ def training_notes(store: Store, attempt: Attempt) -> list[str]:
     return notes
 
 
-AMBIGUOUS_FOR = 60.0  # seconds of answered, empty look-ups after a submission before the job counts as absent
+AMBIGUOUS_FOR = 60.0  # seconds of look-ups that are answered but find no job, until the job counts as absent
 
 SUBMIT_WITHIN = 180.0
-"""Seconds allowed for file work that is slow even when all is well: with Slurm's commands, or on full tiers."""
+"""Seconds allowed for file work that may be slow without a fault: Slurm commands, or tiers with many files."""
 
 EXCLUDED_HINT = "excluded (see `orch nodes ls`; readmit with `orch nodes release NODE`)"
 """Hint for a rejected job that had nodes to avoid."""
 
-SAME_TIME_S = 30.0  # a new end is requested only if it differs from the last request by more seconds
+SAME_TIME_S = 30.0  # a new deadline is requested only if it differs from the last one by more than this
 
 
 PoolSize = Callable[[RunConfig], int | None]
 UsableNodes = Callable[[Resources, frozenset[str]], int | None]
-"""Number of nodes in service that could hold a job with these resources, busy nodes included, minus these names.
+"""Count of nodes in service that could run a job with these resources, including busy nodes but not these names.
 
 None if the scheduler cannot report it. Raises SlurmUnreachable if it does not answer.
 """
 
 
 class Stamp(TypedDict):
-    """Epoch and time of every write by the controller."""
+    """Epoch and time that the controller passes with every write."""
 
     epoch: int
     now: float
 
 
 class Actor:
-    """Effects under one lease. Each is preceded by a check that the lease is still held (Fenced otherwise)."""
+    """Effects under one lease. Each effect first checks that the lease is still held, and raises Fenced if not."""
 
     def __init__(
         self, store: Store, schedulers: Mapping[str, Scheduler], clock: Clock, observed: ObservedSince
@@ -93,7 +93,7 @@ class Actor:
         self.lease = Lease(epoch=0, holder="", renewed_at=0.0, expires_at=0.0)
         self.files: Files = DirectFiles()
         self.actions: list[str] = []
-        self._renewed_at = 0.0  # by the monotonic clock
+        self._renewed_at = 0.0  # on the monotonic clock
         self._pauses = Backoff(clock.mono)
         self.ambiguous_for = AMBIGUOUS_FOR
         self.check_scheduler: Callable[[], None] = lambda: None
@@ -125,7 +125,7 @@ class Actor:
         self.actions.append(what)
 
     def in_folder(self, folder: RunDir, work: Callable[[], T], patience: float | None = None) -> T:
-        """Return the result of `work`, which touches this run's files. Raises errors of `work`, or RunDirHangs."""
+        """Return the result of `work`, which touches this run's files. Raises RunDirHangs, or what `work` raises."""
         return self.files.call(folder.path, work, patience)
 
     # -- from an intent to exactly one job
@@ -144,8 +144,8 @@ class Actor:
         own = self._submissions(view)
         step, reason = submit_permission(own, self.store.submissions(since=now - HOUR), now)
         if step is SubmitStep.GIVE_UP:
-            # A person must look at jobs that sbatch has acknowledged repeatedly and that cannot be found. Failures of
-            # sbatch are transient, and without accounting a single job may have been cancelled by hand.
+            # If sbatch has repeatedly acknowledged a job that cannot be found, a person must investigate. If sbatch
+            # itself failed, the fault is transient. A single lost job may have been cancelled by hand.
             lost = unresolved_submissions(own)
             repeated = 2 * sum(bool(one.job_id) for one in lost) > len(lost)
             kind = FailureKind.SUBMISSION_LOST if repeated else FailureKind.JOB_LOST
@@ -158,7 +158,7 @@ class Actor:
     def is_absent(self, attempt: Attempt, snapshot: SchedulerSnapshot) -> bool:
         """Return whether it is certain that this attempt has no job."""
         key = f"absent:{attempt.job_name}"
-        # Missing answers prove nothing and interrupt the span of empty answers.
+        # A missing answer proves nothing, and the time of empty answers starts over.
         if not snapshot.swept:
             self.observed.forget(key)
             return False
@@ -325,7 +325,7 @@ class Actor:
     def _inheritable(
         self, run: Run, earlier: Sequence[Attempt], number: int, folder: RunDir, config: RunConfig
     ) -> dict[str, tuple[str, ...]]:
-        """Return the launch token's lists of earlier attempts' checkpoints. Raises TierUnread."""
+        """Return the lists of earlier attempts' checkpoints for the launch token. Raises TierUnread."""
         from orchestrator.run_dirs.inheritable_checkpoints import inheritable
 
         found = self.find_checkpoints(run, earlier, folder, config)
@@ -367,7 +367,7 @@ class Actor:
     # -- fences and cancellation
 
     def fence(self, place: AttemptDir) -> None:
-        """Fence an attempt: any of its processes that reads GO from now on must neither commit nor delete."""
+        """Fence an attempt: a process of it that reads GO from now on must neither commit nor delete."""
         folder = RunDir(place.path.parent.parent)
         if self.in_folder(folder, lambda: not place.path.is_dir() or is_revoked(place.go)):
             return
@@ -377,7 +377,7 @@ class Actor:
         failpoints.reach("after_revoke")
 
     def cancel(self, run: Run, job_id: str, reason: str) -> None:
-        """Cancel a job. Repeated calls are harmless, and are spaced out while the job stays."""
+        """Cancel a job. Repeated calls are harmless; while the job remains, Slurm is asked only at intervals."""
         if not self._pauses.is_due(f"cancel {job_id}"):
             return
         self.renew_lease()

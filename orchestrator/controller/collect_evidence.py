@@ -30,10 +30,10 @@ from trainer.protocol.run_dir import AttemptDir, RunDir
 
 T = TypeVar("T")
 
-SILENCED = "silent"  # `detail` of the stop request that orch writes when the heartbeat is silent
+SILENCED = "silent"  # `detail` of the stop request for a job whose heartbeat is silent
 REQUEUED = "requeued"
-"""`detail` of the stop request before orch ends a job that Slurm has restarted; accounting may not show the restart."""
-GAVE_UP = "gave up waiting"  # `detail` of the stop request before orch ends a job that has waited too long for nodes
+"""`detail` of the stop request for a job that Slurm has restarted; accounting may not show the restart."""
+GAVE_UP = "gave up waiting"  # `detail` of the stop request for a job that has waited too long for nodes
 BEFORE_AGENTS = 60.0  # seconds a job may need to start its first agent
 TAIL = 64 * 1024  # bytes read from the end of each log
 
@@ -42,7 +42,7 @@ def read_files(place: AttemptDir) -> tuple[Heartbeat | None, Evidence]:
     """Return the heartbeat and the evidence of an attempt's files; an unreadable file counts as missing."""
     odd: list[str] = []
     heartbeat, outcome = _read(Heartbeat.read, place.heartbeat, odd), _read(AttemptOutcome.read, place.outcome, odd)
-    # A coordinator that has lost an agent does not know the cause.
+    # A coordinator that has lost an agent does not know why.
     unsure = outcome is None or (outcome.failure is not None and outcome.failure.kind is FailureKind.AGENT_LOST)
     paths = place.agent_reports() if unsure else []
     reports = tuple(report for path in paths if (report := _read(AgentReport.read, path, odd)) is not None)
@@ -68,7 +68,7 @@ def _read(read: Callable[[Path], T], path: Path, odd: list[str]) -> T | None:
 
 
 def odd_file(path: Path, error: Exception) -> str:
-    """Return a message about an unexpected or damaged entry in place of one of our files, with the remedy."""
+    """Return a message, with the remedy, about an unexpected or damaged entry where one of our files should be."""
     return f"{path} {(error.strerror if isinstance(error, OSError) else '') or 'is damaged'}: remove it"
 
 
@@ -138,9 +138,8 @@ def is_unexplained(outcome: AttemptOutcome | None) -> bool:
 def near_limit(job: JobStatus | None, outcome: AttemptOutcome | None, lead: float, early: float) -> bool:
     """Return whether the attempt ended when the scheduler's signal was due under its job's current time limit.
 
-    `lead`: seconds before the limit at which the signal was requested; `early`: seconds by which it may come early.
-
-    The limit may have been shortened, and the job learns of that only from the signal.
+    The signal was requested `lead` seconds before the limit, and may come up to `early` seconds before that. The limit
+    may have been shortened, which the job learns only from the signal.
     """
     if job is None or outcome is None:
         return False
@@ -183,7 +182,7 @@ _MEASURED = (
     "gone", "ended", "leaving", "beat", "cancel", "nodes", "left", "still", "over", "avoid", "unheld", "waits",
     "reason",
 )  # fmt: skip
-"""Prefixes of the keys measured for an attempt."""
+"""Prefixes of the keys under which an attempt's durations are measured."""
 
 
 def forget(observed: ObservedSince, run: str, attempt: int) -> None:
@@ -193,7 +192,7 @@ def forget(observed: ObservedSince, run: str, attempt: int) -> None:
 
 
 def _stop_reason(place: AttemptDir, detail: str) -> str:
-    """Return why orch asked this attempt to stop; empty if it did not. The request file is written first."""
+    """Return why orch asked this attempt to stop; empty if it did not."""
     requests = RunDir(place.path.parent.parent).requests
     if not any(requests.glob(f"{RequestKind.STOP}.{place.number:03d}.*.json")):
         return ""
@@ -202,7 +201,7 @@ def _stop_reason(place: AttemptDir, detail: str) -> str:
 
 
 def growth(place: AttemptDir) -> str:
-    """Return a digest that changes whenever the attempt writes, from the number, sizes and times of its files."""
+    """Return a digest of the number, sizes and times of the attempt's files; it changes whenever the attempt writes."""
     count, size, newest = 0, 0, 0
     for folder in (place.path, place.events, place.metrics.parent, place.logs, place.evidence, place.outcomes):
         for entry in os.scandir(folder) if folder.is_dir() else ():

@@ -1,4 +1,4 @@
-"""Concludes an attempt: fences it, judges it against the run's history, and writes the decision in one transaction."""
+"""Conclude an attempt: fence it, judge it against the run's history, and write the decision in one transaction."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -89,7 +89,7 @@ def _note_nodes(
 def apply(actor: Actor, run: Run, decision: Decision, now: float) -> None:
     """Move the run to the state that a decision requires; if a person is needed, the reason names the command."""
     reason = decision.reason
-    cured = f"orch resume {run.name} " in reason  # the reason already includes the change to make
+    cured = f"orch resume {run.name} " in reason  # the reason already names the change to make
     if decision.action in (Action.HOLD, Action.FAIL) and not (cured or is_restore_test(run)):
         reason = f"{reason}; when it is fixed: orch resume {run.name}"
     actor.store.move_run(
@@ -115,7 +115,7 @@ def _decision(
 
 
 def cancel_decision(actor: Actor, view: ControlledRun) -> Decision:
-    """Return the decision for a cancelled run; its reason never names a checkpoint that is gone from its folder."""
+    """Return the decision for a cancelled run. Its reason never names a checkpoint that is missing from the folder."""
     step = max((attempt.saved_step for attempt in view.attempts if attempt.saved_step is not None), default=None)
     return after_cancel(step, "" if step is None else _missing(actor, view, step))
 
@@ -144,15 +144,15 @@ def is_restore_test(run: Run) -> bool:
 
 
 def _steps_known(view: ControlledRun) -> bool:
-    """Return whether steps are known. A command's steps show only in its checkpoints, whose path may be wrong."""
+    """Return whether steps are known. Only checkpoints show a command's steps, and their path may be wrong."""
     return not view.config.command or any(attempt.saved_step is not None for attempt in view.attempts)
 
 
 def _saved_after(store: Store, view: ControlledRun) -> dict[int, float]:
-    """Map each attempt to the longest time from a generation's start to a checkpoint; empty unless it is a command.
+    """Map each attempt of a command to the longest time from a generation's start to a checkpoint.
 
-    In other runs steps always grow. A checkpoint that the next attempt found at its start does not count, because
-    nothing records when it was written.
+    The map is empty for other runs, whose steps always grow. A checkpoint that the next attempt found at its start does
+    not count, because nothing records when it was written.
     """
     found: dict[int, float] = {}
     if not view.config.command:
@@ -170,7 +170,7 @@ def _saved_after(store: Store, view: ControlledRun) -> dict[int, float]:
 def history(
     view: ControlledRun, failure: Failure, now: float, saved_after: Mapping[int, float] | None = None
 ) -> list[EndedAttempt]:
-    """Return the attempts whose ends count, including the newest with its new failure."""
+    """Return the attempts that count for the decision, including the newest with its new failure."""
     first_training = not any(attempt.generations for attempt in view.attempts)
     found = []
     for attempt in view.attempts:

@@ -1,4 +1,4 @@
-"""Lets a controller whose own environment does not reach Slurm adopt the environment of a run's submitter.
+"""Adopt the environment of a run's submitter if the controller's own environment does not reach Slurm.
 
 The shell that started the controller may have had no SLURM_CONF, or a SLURM_CONF that has since moved.
 """
@@ -29,7 +29,7 @@ MOST_TRIED = 3  # maximum environments tried in a row; each may take ten seconds
 
 
 class EnvironmentSearch:
-    """Search for a working environment that remembers which environments were tried and when."""
+    """Search for a working environment. It remembers which environments were tried, and when."""
 
     def __init__(self, between: Callable[[], None] = lambda: None, mono: Callable[[], float] = time.monotonic) -> None:
         """Call `between` before each try."""
@@ -37,7 +37,7 @@ class EnvironmentSearch:
         self._tried: dict[str, float] = {}
 
     def adopt(self, runs: Iterable[Run], wanted: str) -> str:
-        """Take over the first environment that reaches the instance `wanted`, or any instance if `wanted` is unknown.
+        """Adopt the first environment that reaches the instance `wanted`, or any instance if `wanted` is unknown.
 
         Return the name of its run, or "" if no environment works. `runs` must be ordered newest first.
         """
@@ -79,7 +79,7 @@ def adopt_at_start(store_path: Path, kind: str) -> None:
 
 
 class SlurmWatch:
-    """Records after each pass of a daemon whether Slurm answered; if not, searches for a working environment."""
+    """Record, after each pass of a daemon, of whether Slurm answered. If not, it searches for a working environment."""
 
     def __init__(self, store_path: Path, kind: str, controller: Controller) -> None:
         self._path, self._kind, self._controller = store_path, kind, controller
@@ -87,7 +87,7 @@ class SlurmWatch:
         self._written: tuple[str, str] | None = None
 
     def after(self, report: TickReport) -> bool:
-        """Return whether an environment in which Slurm answers was just taken over. Raises Fenced."""
+        """Return whether the controller has just adopted an environment in which Slurm answers. Raises Fenced."""
         if self._kind != SLURM:
             return False
         silence, scheduler = "; ".join(report.silence), self._controller.actor.lease.scheduler

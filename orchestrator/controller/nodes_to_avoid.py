@@ -55,7 +55,7 @@ def load_pool(actor: Actor, view: ControlledRun, gone: Sequence[str] = ()) -> Po
     spared = [(one.node, one.time) for one in noticed if one.kind == EventKind.SPARE_USED and not one.data.get("drill")]
     attempts, _ = store.history(view.run.domain, now - failure_rate.NODE_WINDOW)
     past = failure_rate.histories(attempts, spared, now)
-    # Releasing a node clears its count: earlier failures are dropped.
+    # Releasing a node resets its count of failures, so only later failures are kept.
     own = {}
     for node in nodes:
         history = past.get(node.name, NodeHistory())
@@ -78,11 +78,11 @@ def load_pool(actor: Actor, view: ControlledRun, gone: Sequence[str] = ()) -> Po
 def to_avoid(actor: Actor, view: ControlledRun, needed: int | None = None) -> tuple[str, ...]:
     """Return the nodes that this run's next job must avoid, if it requests `needed` nodes (default: as configured).
 
-    Nodes excluded by orch are readmitted if a run with `cluster.min_nodes` could otherwise have no size. Raises
-    SlurmUnreachable.
+    Some nodes that orch has excluded are readmitted if a run with `cluster.min_nodes` could not start without them.
+    Raises SlurmUnreachable.
     """
     store, now = actor.store, actor.clock.wall()
-    # Usually no node is excluded, and Slurm's partition size is not needed.
+    # If no node is excluded, as is usual, the partition size is not needed.
     if not any(node.excluded_until > now for node in store.nodes() if node.cluster == view.run.domain):
         return ()
     pool = load_pool(actor, view)
@@ -94,7 +94,7 @@ def to_avoid(actor: Actor, view: ControlledRun, needed: int | None = None) -> tu
 
 
 def _in_service(actor: Actor, view: ControlledRun, pool: Pool, now: float) -> int | None:
-    """Count the nodes in service that people permit, if orch's own exclusions leave too few for the smallest size."""
+    """Count the nodes in service that no person has excluded; None if enough are left for the smallest size."""
     resources = job_spec(view.run, view.last, view.config).resources
     left = actor.usable_nodes(resources, frozenset(excluded_nodes(pool.known, now)) | pool.by_persons)
     if left is None or left >= world_sizes(view.config)[-1].all_nodes:
@@ -106,7 +106,7 @@ EVERY = 600.0  # seconds between checks
 
 
 class RepairedNodes:
-    """Periodic check of excluded nodes in one controller's schedulers."""
+    """Periodic check of one controller's excluded nodes."""
 
     def __init__(self, store: Store, schedulers: Mapping[str, Scheduler]) -> None:
         self._store, self._configs, self._schedulers = store, RunConfigs(store), schedulers

@@ -30,7 +30,7 @@ def is_addressed_to(run: Run, request: UserRequest, scheduler: str) -> bool:
 
 
 def never_submitted(attempts: Sequence[Attempt]) -> bool:
-    """Return whether no scheduler can have a job of this run: each attempt is marked before its first submission."""
+    """Return whether no scheduler can have a job of this run. Each attempt is marked before its first submission."""
     return len(attempts) == 1 and attempts[0].submitted_at is None and attempts[0].job_id is None
 
 
@@ -51,7 +51,7 @@ def claim(run: Run, attempts: Sequence[Attempt], snapshot: SchedulerSnapshot, ho
 
 
 def claim_moved(attempts: Sequence[Attempt], snapshot: SchedulerSnapshot) -> Claim:
-    """Decide whether a run of another instance with this ClusterName belongs here; its Slurm may have moved.
+    """Decide whether a run of another instance with the same ClusterName belongs here, since its Slurm may have moved.
 
     The proof is a job whose name or comment has the run, attempt and nonce.
     """
@@ -90,7 +90,7 @@ class Domain:
         return [run for run in runs if self.has(run) or (not run.scheduler and run.cluster in self._actor.schedulers)]
 
     def runs_to_look_up(self, live: Sequence[Run]) -> list[Run]:
-        """Return the live runs whose jobs may be here: runs of this Slurm, under its present or former name."""
+        """Return the live runs whose jobs may be in this scheduler, under its present or a former name."""
         return self._own(live) + [run for run in live if same_cluster_name(run.scheduler, self.scheduler)]
 
     def _unclaimed_runs(self, live: Sequence[Run]) -> list[Run]:
@@ -105,7 +105,7 @@ class Domain:
             made.setdefault(one.run, []).append(one)
         known = {run.name: (run, attempts[run.name]) for run in runs}
         for name, several in made.items():
-            # An id has no meaning in a different Slurm.
+            # A job id has no meaning in a different Slurm.
             if name not in known and unresolved_submissions(several) and self.has(run := store.run(name)):
                 known[name] = run, tuple(store.attempts(name))
         return {
@@ -120,7 +120,7 @@ class Domain:
         return len(self._unclaimed_runs(live) or self._own(live))
 
     def silent_schedulers(self, live: Sequence[Run]) -> dict[str, str]:
-        """Map each kind of scheduler with live runs but no known instance to the reason."""
+        """Map each kind of scheduler that has live runs but no known instance to the reason."""
         unclaimed = {run.cluster for run in self._unclaimed_runs(live)}
         return {kind: self.silence(kind) or "its instance is still unknown" for kind in unclaimed}
 
@@ -132,7 +132,7 @@ class Domain:
         )
 
     def expects(self, run: Run, attempts: Sequence[Attempt]) -> bool:
-        """Return whether this scheduler should know the newest job of a run."""
+        """Return whether this scheduler should know the newest job of the run."""
         here = run.identity.get("host") in (None, "", socket.gethostname())
         return self.has(run) or (not run.scheduler and never_submitted(attempts) and here)
 
@@ -151,7 +151,7 @@ class Domain:
         store = self._actor.store
 
         def take() -> bool:
-            # Another controller may have cancelled or claimed it since the pass began.
+            # Another controller may have cancelled or claimed the run since the pass began.
             live = store.run(run.name).state in LIVE_RUNS
             return live and store.claim_run(run.name, self.scheduler, epoch=self._actor.epoch, before=run.scheduler)
 
@@ -178,7 +178,7 @@ log = logging.getLogger("orch.controller")
 
 
 def sweep_orphans(actor: Actor, domain: Domain, kind: str, snapshot: SchedulerSnapshot) -> None:
-    """Cancel orphans that a sweep has found; a later sweep finds any orphan that cannot be cancelled now."""
+    """Cancel the orphans that a sweep has found. A later sweep finds those that cannot be cancelled now."""
     for job in snapshot.found:
         if is_live(job) and job.state not in LEAVING_STATES and job.state != UNREADABLE:
             try:

@@ -79,7 +79,7 @@ SWEEP_EVERY = 30.0  # seconds between sweeps by name when no event requires one
 
 
 class Controller:
-    """Reconciler that advances every live run; it keeps no state that a successor would miss."""
+    """Reconciler that advances every live run. It keeps no state that a successor would need."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class Controller:
         )
 
     def news(self) -> tuple[object, ...]:
-        """Return the state visible without a scheduler; a changed value calls for a pass."""
+        """Return the state that is visible without a scheduler. If it changes, a pass is due."""
         runs = self.domain.live()
         ended = tuple(self._has_outcome(RunDir(Path(run.run_dir))) for run in runs)
         return tuple(request.id for request in self.store.user_requests()), tuple(run.name for run in runs), ended
@@ -157,7 +157,7 @@ class Controller:
         adopted = [attempt for attempt in last if attempt.state in (AttemptState.SUBMITTED, AttemptState.RUNNING)]
         due = self.clock.mono() - self._swept_at.get(kind, -SWEEP_EVERY) >= SWEEP_EVERY
         wanted = [job_id for attempt in last for job_id in records[attempt.run, attempt.number].wanted_ids(attempt)]
-        if due:  # if its job has ended, accounting shows whose run it is
+        if due:  # accounting shows whose run it is even if its job has ended
             strangers = [attempts[run.name][-1] for run in mine if not self.domain.has(run)]
             wanted += [attempt.job_id for attempt in strangers if attempt.job_id is not None]
         self.actor.renew_lease_if_due()
@@ -284,7 +284,7 @@ class Controller:
     def _follow(self, view: ControlledRun, snapshot: SchedulerSnapshot) -> bool:
         if self._is_hidden(view):
             return view.cancel is not None and user_requests.cancel_without_folder(self.actor, view, snapshot)
-        # A controller that was paused in the middle of a launch may have rewritten an old GO.
+        # A controller that was suspended in the middle of a launch may have rewritten an old GO.
         for attempt in view.attempts[-3:-1]:
             self.actor.fence(view.folder.attempt(attempt.number))
         fresh = ingest(self.store, view, **self.actor.stamp(), files=self.files)
@@ -304,18 +304,18 @@ class Controller:
             return fresh
         lost = view.last.job_id
         if verdict[0] is AttemptState.LOST and lost is not None and lost not in snapshot.polled:
-            # Job lists omit this job, but a list can be wrong, and the job must not start next to its successor.
+            # The job list may be wrong to omit this job, which must not start next to its successor.
             end_judged_job(self.actor, view, lost, "Slurm no longer lists it")
         if job is not None and is_live(job) and not evidence.job_leaving:
-            # There may be no later check: the run may end with this attempt.
+            # The run may end with this attempt, and then nothing checks the job again.
             end_judged_job(self.actor, view, job.job_id, verdict[1])
-        # Include the job's last writes in its history.
+        # Ingest what the job wrote last.
         ingest(self.store, view, **self.actor.stamp(), files=self.files)
         conclude(self.actor, self._reload_view(view), verdict, self.rng, evidence.gone)
         return True
 
     def _note_job(self, view: ControlledRun, job: JobStatus, evidence: Evidence) -> None:
-        """Record the job's state in Slurm and the resulting states of attempt and run."""
+        """Record the job's state in Slurm, and the resulting states of the attempt and the run."""
         run, attempt = view.run, view.last
         runs = job.state in RUNNING_STATES and not job.held
         if runs and attempt.state is AttemptState.SUBMITTED:
@@ -353,10 +353,10 @@ class Controller:
         if view.cancel is not None and snapshot.swept and not blockers:
             user_requests.mark_cancelled(self.actor, view)
             return True
-        # Pauses never exceed `backoff_max`; a longer remainder means that the clock was set since.
+        # A pause never exceeds `backoff_max`; if more is left, the clock has been set.
         waits = 0.0 < run.not_before - self.clock.wall() <= view.config.recovery.backoff_max
         if view.cancel is None and waits and snapshot.answered and view.last.decision:
-            self.actor.note(run, view.last.decision["reason"])  # restores the reason for the pause after other notes
+            self.actor.note(run, view.last.decision["reason"])  # shows the reason for the pause again after other notes
         if view.cancel is not None or waits or not snapshot.swept:
             return False
         if blockers:
@@ -385,7 +385,7 @@ class Controller:
         return self._intent(self._reload_view(view), snapshot)
 
     def _is_stuck(self, job: JobStatus) -> bool:
-        """Return whether a job is stuck while it leaves, so that only the fence protects the run from it."""
+        """Return whether a job is stuck in COMPLETING, so that only the fence protects the run from it."""
         if job.state not in LEAVING_STATES:
             self.observed.forget(f"stuck:{job.job_id}")
             return False
@@ -395,12 +395,12 @@ class Controller:
 
     def _hold(self, run: Run, error: Precondition) -> None:
         reason = "; ".join(part for part in (error.what, error.where, error.hint) if part)
-        # A file system recovers without `orch resume`.
+        # After an error of the file system, no `orch resume` is needed.
         if isinstance(error.__cause__, OSError):
             self.actor.note(run, f"{reason}; retrying until it works")
             return
         last = self.store.attempts(run.name)[-1]
-        # The job of a held run is not followed, so hold the run only if it can have none.
+        # Nothing follows the job of a held run, so a run that may have a job is not held.
         if last.state in LIVE_ATTEMPTS and last.submitted_at is not None:
             self._errors.append(f"{run.name}: {reason}")
             self.actor.note(run, f"{reason}; its job is still being followed")

@@ -1,4 +1,4 @@
-"""Writes records into run directories after every commit; large records and hanging directories are deferred."""
+"""Write run records into run directories after every commit. Large records and hanging directories are deferred."""
 
 import time
 from collections.abc import Callable
@@ -13,7 +13,7 @@ RATE = 64 << 10  # average bytes per second for the record of one run; larger re
 
 
 class RecordWriter:
-    """Hook called after every commit with the names of changed runs; `write_owed` writes the rest at the end."""
+    """Hook that is called after every commit with the names of changed runs; `write_owed` writes what is left."""
 
     def __init__(self, store: Reads, files: Files, clock: Callable[[], float] = time.monotonic) -> None:
         self._store, self._files, self._clock = store, files, clock

@@ -43,7 +43,7 @@ from trainer.protocol.time_spans import span
 
 
 def wait_for_room(actor: Actor, view: ControlledRun) -> bool:
-    """Return whether the next job must wait for disk space in its run's folder; its training would otherwise be lost.
+    """Return whether the next job must wait for disk space in the run's folder, without which it could not save.
 
     A run that has waited for `recovery.no_progress_hours` is held.
     """
@@ -68,9 +68,10 @@ def _hold_after_hours(actor: Actor, view: ControlledRun, reason: str) -> bool:
 
 
 def wait_for_tiers(actor: Actor, view: ControlledRun) -> tuple[bool, str]:
-    """Return whether the next job must wait for an unreadable tier, without which steps would be trained twice.
+    """Return whether the next job must wait for an unreadable tier, because it would repeat steps without it.
 
-    The second value names the tiers it goes without. A run that has waited for `recovery.no_progress_hours` is held.
+    The second value names the unreadable tiers that the job does without. A run that has waited for
+    `recovery.no_progress_hours` is held.
     """
     try:
         found = actor.find_checkpoints(view.run, view.attempts, view.folder, view.config)
@@ -86,7 +87,7 @@ def wait_for_tiers(actor: Actor, view: ControlledRun) -> tuple[bool, str]:
 
 
 def with_exclusions(actor: Actor, view: ControlledRun) -> ControlledRun:
-    """Return the run with its next job's current exclusions, because the recorded intent may be old."""
+    """Return the run with the nodes that its next job must avoid now; the recorded intent may be outdated."""
     avoid = to_avoid(actor, view)
     if avoid == view.last.excluded:
         return view
@@ -100,7 +101,7 @@ def update_exclusions(actor: Actor, view: ControlledRun, job: JobStatus) -> None
         return
     try:
         fresh = _avoiding(view, to_avoid(actor, view))
-    except SlurmUnreachable:  # keep the present exclusions until it answers
+    except SlurmUnreachable:  # keep the present exclusions until Slurm answers
         return
     attempt, refused = fresh.last, f"avoid:{view.run.name}/{view.last.number}"
     if attempt.excluded == view.last.excluded or actor.observed.value(refused) == str(attempt.excluded):
@@ -137,13 +138,13 @@ def _checkpoint_size(actor: Actor, view: ControlledRun) -> int:
 
 
 def end_job(actor: Actor, view: ControlledRun, job_id: str, reason: str, detail: str = SILENCED) -> None:
-    """Cancel a job of the newest attempt. The stop request is the intent; without it the end looks like scancel."""
+    """Cancel a job of the newest attempt. Without the recorded stop request, the end would look like scancel."""
     actor.request_once(view.folder, RequestKind.STOP, view.last.number, reason, None, detail)
     actor.cancel(view.run, job_id, reason)
 
 
 def end_judged_job(actor: Actor, view: ControlledRun, job_id: str, reason: str) -> None:
-    """Cancel a job whose end is already judged, even if the disk is too full to record the intent."""
+    """Cancel a job whose attempt is already judged, even if the disk is too full to record the intent."""
     with ignored_disk_errors():
         actor.request_once(view.folder, RequestKind.STOP, view.last.number, reason, None, SILENCED)
     actor.cancel(view.run, job_id, reason)
@@ -160,7 +161,7 @@ def ignored_disk_errors() -> Iterator[None]:
 
 
 SAVED_WITHIN = 30.0
-"""Seconds after which slurmctld has saved a job's release; it saves every 5 s, so a crash loses no more than that."""
+"""Seconds after which slurmctld has surely saved a job's release. It saves every 5 s."""
 
 
 def is_held_by_person(actor: Actor, view: ControlledRun, job: JobStatus) -> bool:
@@ -199,7 +200,7 @@ def _release(actor: Actor, view: ControlledRun, job: JobStatus) -> None:
 
 
 def end_silent_job(actor: Actor, view: ControlledRun, job: JobStatus, evidence: Evidence) -> None:
-    """Stop, then cancel, a job whose coordinator has been silent for too long; it would idle until its time limit."""
+    """Stop, then cancel, a job whose coordinator has been silent for too long. It would idle until its time limit."""
     step, reason = judge_silence(evidence, view.config.detection.hang.heartbeat)
     if step is Escalation.REQUEST_STOP:
         # The request also proves that the directory is writable from here.
@@ -209,7 +210,7 @@ def end_silent_job(actor: Actor, view: ControlledRun, job: JobStatus, evidence: 
 
 
 def give_up_long_wait(actor: Actor, view: ControlledRun, full: RunConfig, job: JobStatus, evidence: Evidence) -> None:
-    """End a job that has waited for nodes longer than `recovery.patience` if a smaller one could start.
+    """End a job that has waited for nodes longer than `recovery.patience` if a smaller job could start.
 
     `full`: the run's own config; the attempt's may be smaller.
     """
@@ -245,7 +246,7 @@ def size_note(view: ControlledRun, full: RunConfig, job: JobStatus) -> str:
 
 
 def next_world(actor: Actor, view: ControlledRun) -> dict[str, Any]:
-    """Return the next attempt's differences from the run as changes for `add_attempt`, with the reason.
+    """Return the changes for `add_attempt` in which the next attempt differs from the run, with the reason.
 
     Stores the attempt's config. Raises SlurmUnreachable.
     """
@@ -265,7 +266,7 @@ def next_world(actor: Actor, view: ControlledRun) -> dict[str, Any]:
 
 
 def _last(view: ControlledRun, full: int, now: float) -> LastAttempt:
-    """Describe the newest attempt; after a resume none of it counts, because the config may have changed."""
+    """Describe the newest attempt. After a resume it does not count, because the config may have changed."""
     last, failure = view.last, view.last.failure
     if last.number < view.run.fresh_from:
         return LastAttempt(asked=full)
@@ -288,7 +289,7 @@ def _refused_since(view: ControlledRun, now: float) -> float:
 
 
 def _usable(actor: Actor, view: ControlledRun, full: RunConfig) -> int | None:
-    """Count the nodes in service that the smallest job would not avoid; a larger job avoids the same nodes."""
+    """Count the nodes in service that the smallest job would not avoid. A larger job avoids the same nodes."""
     smallest = world_sizes(full)[-1].all_nodes
     avoid = to_avoid(actor, replace(view, config=full), smallest)
     actor.renew_lease_if_due()

@@ -1,4 +1,4 @@
-"""Jobs in a scheduler: the attempt each belongs to, the settings a site changed, and the answers of one pass."""
+"""Jobs in a scheduler: their attempts, the settings that a site has changed, and the answers of one pass."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -20,8 +20,8 @@ from trainer.protocol.run_dir import RunDir
 EARLIER, LATER = 60.0, 120.0
 """Seconds by which a job's submit time may precede or follow the start of its sbatch.
 
-sbatch has a timeout of 60 s, and clocks differ. A job with the same id outside this window reuses the id of a job that
-Slurm has lost.
+sbatch has a timeout of 60 s, and clocks differ. A job outside this window with the same id is a different one, and
+Slurm has lost the first.
 """
 
 
@@ -35,7 +35,7 @@ class JobRecord:
     name: str
     run_dir: str = ""  # empty if unknown
     job_id: str | None = None  # of the adopted job
-    submit_time: str | None = None  # of the adopted job, as Slurm reported it then
+    submit_time: str | None = None  # of the adopted job, as Slurm reported it at adoption
     submissions: tuple[Submission, ...] = ()
     fresh: str | None = None  # id that sbatch returned just now
 
@@ -70,9 +70,8 @@ class JobRecord:
 def identify(job: JobStatus, record: JobRecord) -> tuple[bool, str]:
     """Return whether the job was submitted for this attempt, and the evidence.
 
-    A name, comment or path of ours is as unique as the attempt and survives longest, so the first match decides,
-    whatever the id. If a site has removed all of them, the job's script decides; if that is unreadable, the id with the
-    submit time decides.
+    Our job name, comment and paths are unique to the attempt, so the first match decides, whatever the id. If a site
+    has removed all of them, the job's script decides. If that is unreadable, the id and the submit time decide.
     """
     for tag in tags(job):
         if tag.nonce:
@@ -84,7 +83,7 @@ def identify(job: JobStatus, record: JobRecord) -> tuple[bool, str]:
         return False, "none of its tags is ours"
     if job.script_tag is not None:
         return False, "its script is not ours: the id was reused"
-    # An id alone proves little over time, but an unreadable job must not count as absent.
+    # An id alone proves little, because Slurm reuses ids, but an unreadable job must not count as absent.
     if job.state == UNREADABLE or job.job_id == record.fresh:
         return True, "the id that sbatch printed"
     if job.job_id == record.job_id:
@@ -137,9 +136,9 @@ Records = Mapping[tuple[str, int], JobRecord]  # recorded facts about jobs, by r
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerSnapshot:
-    """Answers within one pass: `polled` by job id, `found` by the sweep over all jobs with one of our tags.
+    """Answers of one pass: `polled` by job id, `found` in the sweep for all jobs with one of our tags.
 
-    `unrecorded`: ids that have left the queue while accounting does not answer.
+    `unrecorded`: ids of jobs that have left the queue while accounting does not answer.
     """
 
     answered: bool
@@ -179,7 +178,7 @@ class SchedulerSnapshot:
         return [job for job in self.of_attempt(attempt) if is_live(job)]
 
     def of_run(self, run: Run) -> list[JobStatus]:
-        """Return live jobs of any attempt of this run, unrecorded attempts included.
+        """Return the live jobs of every attempt of this run, including unrecorded attempts.
 
         A run of the same name in another registry has different nonces and a different folder.
         """
@@ -196,7 +195,7 @@ class SchedulerSnapshot:
         return [job for job in found.values() if is_live(job) and job.state != UNREADABLE]
 
     def owner(self, job: JobStatus) -> JobRecord | None:
-        """Return the record of the attempt that the job was submitted for, among the recorded ones."""
+        """Return the record of the attempt for which the job was submitted; None if no record matches."""
         named = [record for tag in tags(job) if (record := self.records.get((tag.run, tag.attempt))) is not None]
         by_id = [record for record in self.records.values() if job.job_id in record.ids] if not named else []
         return next((record for record in (*named, *by_id) if identify(job, record)[0]), None)
@@ -245,7 +244,7 @@ def take_snapshot(
     sweep: Callable[[SchedulerSnapshot], bool],
     between: Callable[[], None] = lambda: None,
 ) -> SchedulerSnapshot:
-    """Poll the ids in `wanted` in one batch; if `sweep` requests it for that answer, call `between` and sweep."""
+    """Poll the ids in `wanted` in one batch. If `sweep` asks for it after that answer, call `between` and sweep."""
     try:
         answers = scheduler.poll(sorted(set(wanted))) if wanted else {}
     except _NO_ANSWER as error:
@@ -260,7 +259,7 @@ def take_snapshot(
         known = frozenset(job_id for record in records.values() for job_id in record.ids)
         return replace(seen, swept=True, found=tuple(scheduler.find(PREFIX, known)))
     except _NO_ANSWER as error:
-        # The jobs polled by id are known regardless.
+        # The answers by id remain valid.
         return replace(seen, error=_error_text(error)) if polled else replace(UNREACHABLE, error=_error_text(error))
 
 

@@ -50,7 +50,7 @@ from trainer.protocol.node_identity import boot_id
 
 
 class RotatedLog(logging.Handler):
-    """Handler for the controllers' log; opens the file for each line because daemons of several schedulers share it."""
+    """Handler for the controllers' log. It opens the file for each line, because several daemons share it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ STOP_WITHIN = 15.0  # seconds that `stop` waits for the daemon to finish its pas
 class Health:
     """Liveness of a controller as seen from this host; `reason` explains it.
 
-    `once`: the controller exits after a single pass. `seen`: its process is visible from here.
+    `once`: the controller exits after a single pass. `seen`: its process is visible from this host.
     """
 
     alive: bool
@@ -131,12 +131,12 @@ class Health:
 
 
 def status(store_path: Path, scheduler: str | None = None) -> Health:
-    """Return the health of the present or last controller of a scheduler (None: of any); reads without the ORM."""
+    """Return the health of a scheduler's present or last controller (None: any scheduler's), without the ORM."""
     return _health(fast_queries.lease(store_path, scheduler))
 
 
 def statuses(store_path: Path) -> list[Health]:
-    """Return the health of each scheduler's controller, most recent sign of life first."""
+    """Return the health of each scheduler's controller, most recently alive first."""
     found = fast_queries.leases(store_path)
     return [_health(held) for held in found if held.holder or is_known(held.scheduler)]
 
@@ -161,14 +161,14 @@ def _upgrade(store_path: Path) -> None:
 def ensure_running(store_path: Path, kind: str = LOCAL) -> bool:
     """Start a controller of this user for this kind of scheduler unless one is alive; return whether one was started.
 
-    The new process outlives the caller. It is also started beside a stalled controller, and takes over once the lease
-    has expired. A controller on another host may have died a moment ago, so one is started beside it too; the new
-    process exits at that controller's next renewal.
+    The new process outlives the caller. If the present controller stalls, the new process takes over once the lease has
+    expired. If the present controller is on another host, it may just have died: a new process is started as well, and
+    exits as soon as the other one renews its lease.
     """
     _upgrade(store_path)
     key = lease_key(kind)
     found = displayed_state(fast_queries.lease(store_path, key), time.time())
-    # Beside a single pass, the new controller waits until that pass is done.
+    # During a single pass, the new controller waits until that pass is done.
     if found.stays and (found.process_seen or is_awaited(store_path, key)):
         return False
     command = [sys.executable, "-P", "-m", "orchestrator.controller.service", str(store_path.absolute()), kind]
@@ -197,7 +197,7 @@ def _inheritable_descriptors() -> list[int]:
     """Return the descriptors above 2 that a child would keep: a lock of flock(1), or a pipe with a waiting reader."""
     found = []
     for number in map(int, os.listdir("/proc/self/fd")):
-        with suppress(OSError):  # closed in the meantime, like the listing's own descriptor
+        with suppress(OSError):  # closed in the meantime, like the descriptor of the listing itself
             if number > 2 and os.get_inheritable(number):
                 found.append(number)
     return found
@@ -207,7 +207,7 @@ def stop(store_path: Path) -> bool:
     """Stop this host's controllers and return whether there were any. Raises Precondition if none can be reached."""
     now = time.time()
     states = [(Holder.parse(lease.holder), displayed_state(lease, now)) for lease in fast_queries.leases(store_path)]
-    # A controller that stalls on another host is left to its successor.
+    # A controller that stalls on another host cannot be stopped; a successor replaces it.
     live = [holder for holder, state in states if holder and not state.once and state.may_write]
     for holder in [holder for holder in live if holder.is_here] or live[:1]:
         _stop(holder)
@@ -272,7 +272,7 @@ def tick_once(
         try:
             report, after = controller.tick(lease), AfterPass.for_controller(controller)
             begun = after.tests.run(controller.actor.epoch, time.time(), look=True, force=force_tests)
-            # Launch the new runs now, because the next pass may be far away.
+            # Launch the new runs now, because the next pass may be much later.
             report = replace(report, actions=(*report.actions, *begun))
             report = report.plus(controller.tick(controller.actor.lease)) if begun else report
             done = after.serve_and_wait(controller.actor.epoch, time.time())
@@ -301,7 +301,7 @@ class Daemon:
         self._after = AfterPass.for_controller(controller)
         self._watch = SlurmWatch(controller.store.database.path, kind, controller)
         self._lease: Lease | None = None
-        self._served: set[str] = set()  # schedulers it has held a lease for
+        self._served: set[str] = set()  # schedulers for which it has held a lease
         self._pause = SHORTEST
         self._idle_since: float | None = None
 
@@ -345,7 +345,7 @@ class Daemon:
             if self._is_idle(report) and self._leave():
                 return False
         except SchedulerChanged as error:
-            # A scheduler that does not answer never causes this: the commands did reach a different scheduler.
+            # Commands have reached a different scheduler. A scheduler that does not answer never causes this.
             log.warning("%s: giving it up", error.what)
             self._let_lease_go()
         except Fenced as error:
@@ -360,7 +360,7 @@ class Daemon:
         return True
 
     def _leave(self) -> bool:
-        """Give up the lease; return False if a run arrived whose submitter still saw this controller alive."""
+        """Give up the lease; return False if a run or request arrived while this controller still held it."""
         self._give_back()
         if self.controller.domain.count() == 0 and not self.controller.domain.has_pending_request():
             return True
@@ -380,7 +380,7 @@ class Daemon:
             log.warning("the lease could not be given up and will expire: %s", error)
 
     def _left_behind(self) -> bool:
-        """Return whether live runs of a scheduler served here have no controller; commands may reach it again."""
+        """Return whether live runs of a scheduler that this daemon has served have no controller."""
         store, now = self.controller.store, time.time()
         owners = {run.scheduler for run in store.runs(LIVE_RUNS)} & (self._served - {""})
         return any(not displayed_state(store.lease(owner), now).alive for owner in owners)
@@ -407,7 +407,7 @@ class Daemon:
         return self.idle_exit_s is not None and now - self._idle_since >= self.idle_exit_s
 
     def _rest(self, report: TickReport | None) -> None:
-        """Sleep until the next pass; news that needs no scheduler ends the sleep early."""
+        """Sleep until the next pass, or until there is news that needs no scheduler."""
         changed = report is not None and report.changed
         self._pause = SHORTEST if changed else min(LONGEST, self._pause * 1.5)
         until = time.monotonic() + self._pause
@@ -434,7 +434,7 @@ def main() -> None:
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=[RotatedLog(controller_log())]
     )  # fmt: skip
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a caller's mask would keep `orch controller stop` from working
-    os.chdir("/")  # a daemon must not keep a file system busy
+    os.chdir("/")  # so that the daemon does not keep a file system busy
     try:
         run_daemon(Path(sys.argv[1]), IDLE_EXIT, *sys.argv[2:3])
     except Exception:  # outermost edge: the log is the only record of why a daemon died

@@ -41,7 +41,7 @@ def _ask(partition: str) -> int | None:
 def read_sizes(text: str, partition: str) -> int | None:
     """Return the nodes of `partition` from lines of `count name`; the default partition (marked by *) if it is empty.
 
-    The largest of several (`gpu,gpu-long`) counts: they may share nodes, and a job runs in one of them.
+    Of several partitions (`gpu,gpu-long`), the largest counts: they may share nodes, and a job runs in one of them.
     """
     sizes: dict[str, int] = {}
     for line in text.splitlines():
@@ -58,7 +58,7 @@ _KEY = re.compile(r"[a-z_]+(\.[a-z_-]+)+", re.ASCII)
 
 
 def rejection_failure(run: Run, error: SubmitRejected | ConfigError, also: str = "", *, accepted: bool) -> Failure:
-    """Return a rejection's failure; `accepted`: Slurm has taken a job of this run with this configuration before."""
+    """Return a rejection's failure; `accepted`: Slurm has accepted a job of this run with this configuration."""
     retryable = error.retryable if isinstance(error, SubmitRejected) else Retryable.NEVER
     # A value that was accepted before is not a typo.
     passes = retryable is Retryable.YES or (retryable is Retryable.ONCE_ACCEPTED and accepted)
@@ -77,8 +77,8 @@ def _change(error: SubmitRejected | ConfigError) -> str:
     return error.hint if error.hint.startswith(f"{key}=") and " " not in error.hint else f"{key}=VALUE"
 
 
-MOST_FOR_ATTEMPT = 3  # maximum submissions of one attempt whose jobs cannot be found; after that a person must look
-MOST_IN_AN_HOUR = 20  # maximum submissions within `HOUR` whose jobs cannot be found, over all runs of the registry
+MOST_FOR_ATTEMPT = 3  # maximum submissions of one attempt whose jobs cannot be found; then a person must investigate
+MOST_IN_AN_HOUR = 20  # maximum submissions within `HOUR` whose jobs cannot be found, in all runs of the registry
 HOUR = 3600.0
 ORPHANS_FOR = 7 * 86400.0  # seconds for which a lost submission's job is searched for by its id
 
@@ -92,19 +92,19 @@ class SubmitStep(StrEnum):
 
 
 def unresolved_submissions(submissions: Iterable[Submission]) -> list[Submission]:
-    """Return the submissions with unknown outcome."""
+    """Return the submissions whose outcome is unknown."""
     return [one for one in submissions if not one.outcome]
 
 
 def submit_permission(
     attempt: Sequence[Submission], everyone: Sequence[Submission], now: float
 ) -> tuple[SubmitStep, str]:
-    """Decide whether an attempt's job may be submitted now, given that none of its jobs can be found, with the reason.
+    """Decide whether an attempt's job may be submitted now that none of its jobs can be found; return the reason too.
 
     `attempt`: its own submissions so far; `everyone`: submissions of all runs within the last HOUR.
     """
     lost = unresolved_submissions(attempt)
-    # A site that changes jobs beyond recognition would otherwise be flooded with them.
+    # Otherwise a site that changes jobs beyond recognition would be flooded with jobs.
     if len(lost) >= MOST_FOR_ATTEMPT:
         return SubmitStep.GIVE_UP, _given_up(lost)
     recent = sorted(one.submitted_at for one in unresolved_submissions(everyone) if one.submitted_at > now - HOUR)

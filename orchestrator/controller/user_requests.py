@@ -70,7 +70,7 @@ def _answer_idle(actor: Actor, run: Run, request: UserRequest) -> bool:
 
 
 def _record(actor: Actor, write: Callable[[], object], action: str) -> bool:
-    """Apply a request's changes in one transaction; return False if `write` does, because the request came too late."""
+    """Apply a request's changes in one transaction; return False if `write` reports that the request came too late."""
     if actor.store.together(write) is False:
         return False
     failpoints.reach("after_ask")
@@ -79,9 +79,11 @@ def _record(actor: Actor, write: Callable[[], object], action: str) -> bool:
 
 
 def _accept_request(actor: Actor, run: Run, request: UserRequest) -> bool:
-    """Return whether this controller answers: for runs of its scheduler, and for runs that a person moves to it.
+    """Return whether this controller answers the request.
 
-    A run whose job may live in another scheduler is never taken away from it.
+    It answers for runs of its scheduler, and for runs that a person moves to it.
+
+    A run that may have a job in another scheduler is never taken from that scheduler.
     """
     own = actor.lease.scheduler
     # Nodes of a run without a known scheduler belong to no particular controller.
@@ -97,7 +99,7 @@ def _accept_request(actor: Actor, run: Run, request: UserRequest) -> bool:
             return False
         return actor.store.claim_run(run.name, own, epoch=actor.epoch, before=run.scheduler)
 
-    # One transaction, because its own controller may be about to submit it.
+    # In one transaction, because the run's own controller may be about to submit it.
     if not actor.store.together(take):
         return False
     actor.record_action(f"{run.name} now belongs to {own}, at a user's request")
@@ -119,7 +121,7 @@ def _resume(actor: Actor, run: Run, request: UserRequest) -> bool:
     fresh = last.number if last.state is AttemptState.INTENT else last.number + 1
 
     def resume() -> bool:
-        if actor.store.run(run.name).removal:  # begun in the meantime
+        if actor.store.run(run.name).removal:  # its removal has begun in the meantime
             return False
         stamp = actor.stamp()
         if digest and last.state is AttemptState.INTENT:
@@ -158,7 +160,7 @@ def _changes(actor: Actor, run: Run, request: UserRequest) -> dict[str, Any]:
 
 
 def _release(actor: Actor, run: Run, request: UserRequest) -> bool:
-    """Readmit a node; the reasons for its exclusion no longer count."""
+    """Readmit a node. The reasons for its exclusion no longer count."""
     name, now = str(request.args["node"]), actor.clock.wall()
     # Runs without a known scheduler record nodes under their kind of cluster.
     known = [item for item in actor.store.nodes() if item.name == name and item.cluster in (run.domain, run.cluster)]
@@ -194,7 +196,7 @@ def _cancel_idle(actor: Actor, run: Run, request: UserRequest) -> bool:
         _answer(actor, request, f"{run.name} is already {run.state}")
         return True
 
-    # HELD means that a person is needed; a job may still live. That job must end first and is followed until then.
+    # A held run may still have a job. Follow it until it has ended.
     over = actor.store.attempts(run.name)[-1].state not in LIVE_ATTEMPTS
 
     def cancel() -> None:
@@ -214,7 +216,7 @@ def _answer(actor: Actor, request: UserRequest, text: str) -> None:
 
 
 def advance_cancel(actor: Actor, view: ControlledRun, snapshot: SchedulerSnapshot) -> None:
-    """Advance the end of a cancelled run's job; the run becomes CANCELLED once the job is gone."""
+    """Take the next step to end a cancelled run's job. The run becomes CANCELLED once the job is gone."""
     assert view.cancel is not None
     attempt, job = view.last, snapshot.adopted_job(view.last)
     if job is None or not is_live(job) or job.state in LEAVING_STATES:
@@ -233,7 +235,7 @@ def advance_cancel(actor: Actor, view: ControlledRun, snapshot: SchedulerSnapsho
     except OSError as error:
         if not (disk := explain_disk_error(error, view.folder.path)):
             raise
-        # The scheduler's own signal may let it save too.
+        # After the scheduler's own signal, the job may still save.
         actor.cancel(view.run, job.job_id, f"cancelled by a person; the request to save cannot be written: {disk}")
         return
     if asked:
@@ -259,10 +261,10 @@ def pending_cancels(store: Reads) -> dict[str, UserRequest]:
 
 
 def cancel_unsubmitted(actor: Actor, run: Run, cancel: UserRequest | None) -> bool:
-    """Cancel a run that was never submitted although no scheduler answers; return whether that is done.
+    """Cancel a run that was never submitted, even if no scheduler answers; return whether it is cancelled.
 
-    A controller that owns the run records each submission before it calls sbatch. If the transaction that ends the run
-    finds no submission, it precedes them all, and none can begin afterwards.
+    A controller records each submission before it calls sbatch. If the transaction that ends the run finds no
+    submission, none can follow.
     """
     name, reason = run.name, after_cancel(None).reason
     if cancel is None or (run.scheduler and not is_ours(run, actor.lease.scheduler)):
@@ -288,7 +290,7 @@ def cancel_without_folder(actor: Actor, view: ControlledRun, snapshot: Scheduler
     own = snapshot.adopted_job(view.last)
     live = [job for job in (*snapshot.of_run(view.run), *([own] if own else [])) if is_live(job)]
     for job in live:
-        # Wait for a job that no record of this run identifies, but never cancel it.
+        # A job that no record of this run identifies delays this, but is never cancelled.
         owner = snapshot.owner(job)
         if job.state not in LEAVING_STATES and owner is not None and owner.run == view.run.name:
             actor.cancel(view.run, job.job_id, "cancelled by a person; its run directory is not visible")

@@ -8,9 +8,9 @@ To add a channel, write a class with `check` and `send`, and give it a field of 
 
     pager: str = channel(Pager(), "")
 
-Validation, delivery, its records and `orch resume` find the channel by that field, and docs/reference.py documents it.
+The field is all that validation, delivery, delivery records, `orch resume` and docs/reference.py need.
 
-Delivery runs in its own process: a hung name server or program must not delay the controller, which kills it.
+Delivery runs in a separate process, which the controller kills if a name server or a program hangs.
 """
 
 import json
@@ -37,7 +37,7 @@ SMTP = ("localhost", 25)
 _SENDMAIL_PLACES = "/usr/sbin:/usr/lib:/usr/local/sbin"
 _ADDRESS = re.compile(r"(?!-)[^\s<>,;:\"'\\]+")
 _EXCERPT = 300
-"""Maximum number of characters from a server's or program's output in a message."""
+"""Maximum number of characters that a message quotes from a server or a program."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +57,13 @@ class Order:
 
 
 class Channel(Protocol):
-    """A way to send a notification; `value` is its setting."""
+    """Channel for notifications; `value` is its setting."""
 
     def check(self, value: Any) -> None:
-        """Raise ValueError, with the key, if no message can be sent to `value`."""
+        """Raise ValueError, which names the key, if no message can be sent to `value`."""
 
     def send(self, value: Any, order: Order) -> str:
-        """Deliver the order; return why that failed, or ""."""
+        """Deliver the order; return why it failed, or ""."""
 
 
 class Webhook:
@@ -74,7 +74,7 @@ class Webhook:
             raise ValueError("notify.webhook: must be a http:// or https:// URL without spaces, user or password")
 
     def send(self, url: str, order: Order) -> str:
-        """POST to the full URL, read in this process so that a hanging file system delays only this delivery."""
+        """POST to the full URL. It is read in this process, so that a hanging file system delays only this delivery."""
         if redacted_url(url) == url:
             try:
                 url = RunSecrets.read(Path(order.secrets)).webhooks.get(url, "")
@@ -111,7 +111,7 @@ class Webhook:
             why = str(error.reason)
         except (OSError, http.client.HTTPException, ValueError) as error:
             why = f"{type(error).__name__}: {error}"
-        # Text that contains the URL must not reach a log.
+        # Text with the URL must not reach a log.
         return redacted_url(why.replace(url, redacted_url(url))) or "no answer"
 
 
@@ -127,7 +127,7 @@ class Mail:
         return [address.strip() for address in addresses.split(",")]
 
     def send(self, addresses: str, order: Order) -> str:
-        import smtplib  # as above
+        import smtplib  # as slow as http.client
         from email.message import EmailMessage
 
         payload, letter = order.payload, EmailMessage()
@@ -149,7 +149,7 @@ class Mail:
 
 
 class Command:
-    """Channel that runs a user's program, in the environment and folder of `orch submit`."""
+    """Channel that runs a user's program in the environment and folder of `orch submit`."""
 
     def check(self, command: Sequence[str]) -> None:
         """Accept every command; a missing program is reported when it runs."""
@@ -217,7 +217,7 @@ class NotifyConfig:
 
     @property
     def targets(self) -> dict[str, Any]:
-        """Settings of the channels in use, by name."""
+        """Settings of the used channels, by name."""
         return {name: value for name in self.channels() if (value := getattr(self, name))}
 
 

@@ -1,7 +1,7 @@
 """Notifications after each pass of a controller: find new state changes, send messages, record the results.
 
-Results are recorded after delivery: if a controller dies in between, its successor sends the message again with the
-same id. No run is changed here.
+A result is recorded after delivery. If the controller dies in between, its successor sends the message again with the
+same id. Nothing here changes a run.
 """
 
 import logging
@@ -29,7 +29,7 @@ from trainer.protocol.run_dir import RunDir
 log = logging.getLogger("orch.controller")
 
 STALE = 86400.0
-"""Seconds after which a change is too old to be sent."""
+"""Seconds after which a change of state is too old for a message."""
 AGAIN = (30.0, 120.0, 600.0, 1800.0)
 """Seconds before each retry."""
 TOGETHER = 4
@@ -43,9 +43,9 @@ class Notifications:
     store: Store
     owns: Callable[[Run], bool]
     between: Callable[[], None] = lambda: None
-    """Called while waiting, to renew the lease."""
+    """Called during waits, to renew the lease."""
     wall: Callable[[], float] = time.time
-    _seen: int = 0  # newest state change examined, in the registry's order
+    _seen: int = 0  # newest examined change of state, in the registry's order
     _watched: set[str] = field(default_factory=set)  # runs with unsettled changes
     _sending: dict[str, tuple[Sender, DeliveryRecord]] = field(default_factory=dict)
     _configs: dict[str, NotifyConfig] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class Notifications:
         return done
 
     def finish(self, epoch: int, patience: float) -> list[str]:
-        """Wait for deliveries in progress; return one line each. Late ones are left to the successor."""
+        """Wait for deliveries in progress; return one line each. A successor repeats those that are late."""
         done, deadline = [], time.monotonic() + patience
         while self._sending and time.monotonic() < deadline:
             self.between()
@@ -110,7 +110,7 @@ class Notifications:
         return change.after in config.on and bool(config.targets)
 
     def _config(self, run: Run, attempts: list[Attempt], change: Transition) -> NotifyConfig:
-        """Return the config at the time of the change; `orch resume` may have replaced it since."""
+        """Return the config at the time of the change, because `orch resume` may have replaced it since."""
         begun = [attempt for attempt in attempts if attempt.intent_at <= change.time]
         digest = (begun[-1].config_digest if begun else "") or run.config_digest
         if digest not in self._configs:
@@ -165,5 +165,5 @@ class Notifications:
 
 
 def _is_due(record: DeliveryRecord, now: float) -> bool:
-    """Return whether a try is due. A remaining pause above the longest one means that the clock was set back."""
+    """Return whether a try is due. If more than the longest pause remains, the clock was set back."""
     return not 0.0 < record.next_at - now <= AGAIN[-1]

@@ -20,7 +20,7 @@ from trainer.protocol.plain_data import build
 
 SCHEMA = "orch.notification/1"
 MOST_WAITING = 8
-"""Maximum number of messages per run that wait for a retry; beyond that, the oldest is dropped."""
+"""Maximum number of messages per run that wait for a retry. If there are more, the oldest is dropped."""
 WITHIN = 60.0
 """Seconds for all channels of one notification; each channel has a shorter timeout."""
 _NEXT_COMMANDS = {
@@ -30,7 +30,7 @@ _NEXT_COMMANDS = {
 
 
 def make_message(run: Run, change: Transition) -> dict[str, Any]:
-    """Return the payload for a state change with the current step and loss; `id` stays the same if it is sent again."""
+    """Return the message for a state change, with the current step and loss. A repeated message has the same `id`."""
     moment = datetime.fromtimestamp(change.time, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
     place = f" at step {run.step} of {run.total_steps}" if run.total_steps else ""
     why = f": {change.reason}" if change.reason else ""
@@ -57,14 +57,14 @@ def message_variables(message: Mapping[str, Any]) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class DeliveryRecord:
-    """Delivery record of the message about the run's state change number `index`, from 0."""
+    """Delivery record of the message about the run's state change number `index`, counted from 0."""
 
     index: int
     state: str
     at: float = 0.0  # last try, in seconds since the epoch
     tries: int = 0
     next_at: float = 0.0  # next try; 0 if there will be none
-    delivered: tuple[str, ...] = ()  # channels
+    delivered: tuple[str, ...] = ()  # names of channels
     failed: dict[str, str] = field(default_factory=dict)  # reason by channel
 
     @property
@@ -83,11 +83,11 @@ class NotificationState:
 
     settled: int = 0
     newest: DeliveryRecord | None = None
-    waiting: tuple[DeliveryRecord, ...] = ()  # for a retry, oldest first
+    waiting: tuple[DeliveryRecord, ...] = ()  # messages to retry, oldest first
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "NotificationState":
-        """Parse the output of `asdict` from the run's row."""
+        """Parse the dictionary in the run's row."""
         made: NotificationState = build(cls, values)
         return made
 
@@ -116,7 +116,7 @@ class Sender:
 
     @classmethod
     def begin(cls, order: Order) -> "Sender":
-        """Start the process. Raises OSError. The order is passed in memory that other users cannot read."""
+        """Start the process, and pass the order in memory that other users cannot read. Raises OSError."""
         environment = dict(os.environ)
         if root := package_root():
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))

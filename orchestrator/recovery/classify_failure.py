@@ -1,4 +1,4 @@
-"""End and cause of an attempt, judged from evidence only. Pure."""
+"""Judge from evidence alone whether and why an attempt has ended. Pure."""
 
 import re
 from collections.abc import Mapping
@@ -24,10 +24,10 @@ from trainer.protocol.failures.outcome import (
 )
 
 LOST_AFTER = 60.0
-"""Seconds of answered look-ups without the job, and of a silent heartbeat, before a job counts as lost."""
+"""Seconds until a job counts as lost, if look-ups are answered without it and its heartbeat is silent."""
 RECORD_WITHIN = 300.0
 """Replaces LOST_AFTER while accounting does not answer, because accounting may still name the cause."""
-OUTCOME_GRACE = 5.0  # seconds that an outcome may take to become visible after the job was seen ended
+OUTCOME_GRACE = 5.0  # seconds until an outcome is visible after the job was seen to have ended
 RECORD_GRACE = 10.0  # seconds that accounting may take to show who cancelled a job before its script ran
 GONE_AFTER = 5.0  # seconds of answered look-ups without the job after which an existing outcome is accepted
 LEAVING_LIMIT = 600.0
@@ -46,29 +46,29 @@ class Evidence:
     job: JobStatus | None  # adopted job as the scheduler knows it; None if the answered look-ups do not include it
     unrecorded: bool = False  # the job has left the queue while accounting, which knows its end, does not answer
     absent_for: float = 0.0  # seconds of answered look-ups without the job
-    ended_for: float = 0.0  # seconds since the job was first seen ended, or gone but with an outcome
-    leaving_for: float = 0.0  # seconds since the job was first seen leaving (COMPLETING)
+    ended_for: float = 0.0  # seconds since the job was first seen to have ended, or to be gone and have an outcome
+    leaving_for: float = 0.0  # seconds since the job was first seen in COMPLETING
     started: bool = False  # agents have left a heartbeat or an event
     silent_for: float = 0.0  # seconds for which the heartbeat was seen unchanged or missing
     gone: tuple[str, ...] = ()  # nodes that the scheduler has removed from a running job with spare nodes
-    leader_gone: str = ""  # leading node, if the scheduler has removed it from the job and the others keep running
+    leader_gone: str = ""  # first node, if the scheduler has removed it from the job while the others keep running
     outcome: AttemptOutcome | None = None
     cancel_asked: bool = False
     saved_step: int | None = None  # newest step that this attempt saved, according to its own events
     tails: Mapping[str, str] = field(default_factory=dict)  # ends of the agents' logs by file name, if needed
-    near_limit: bool = False  # it stopped when Slurm's signal was due, by the job's final time limit
+    near_limit: bool = False  # it stopped when Slurm's signal was due under the job's final time limit
     leader: str = ""  # node of the attempt's coordinator; empty if unknown
     reports: tuple[AgentReport, ...] = ()  # from agents that outlived the coordinator; read only without an outcome
     still_for: float = 0.0  # seconds for which no file of the silent job has grown; 0 unless it must run
     overstayed: float = 0.0  # seconds for which the job has kept running after its attempt's outcome
     saves_failing: str = ""  # when saves began to fail and why, from the newest heartbeat; empty while they succeed
     disk: str = ""  # why the run's folder is not writable; probed only if the job is silent
-    lost_interpreter: str = ""  # interpreter in the job's script, if it is gone; checked only if no agent has started
+    lost_interpreter: str = ""  # the job script's interpreter, if it is gone; checked only if no agent has started
     # Reasons of orch's own requests to end the job; empty without such a request:
-    silenced: str = ""  # its heartbeat was silent
+    silenced: str = ""  # the heartbeat was silent
     requeued: str = ""  # Slurm had restarted it
-    gave_up: str = ""  # it had waited for nodes for too long, and a smaller job follows
-    odd: str = ""  # paths of the run directory with a foreign or damaged entry, and the remedy
+    gave_up: str = ""  # the job had waited for nodes for too long, and a smaller one follows
+    odd: str = ""  # foreign or damaged entries in the run directory, and the remedy
 
     @property
     def job_ended(self) -> bool:
@@ -82,8 +82,8 @@ class Evidence:
 class Role(StrEnum):
     """Contribution of a log message to the cause."""
 
-    ROOT = "root"  # a cause in its own right
-    CASCADE = "cascade"  # a visible effect of another process's end: it names no cause and never replaces a root
+    ROOT = "root"  # a cause
+    CASCADE = "cascade"  # an effect of another process's end, which names no cause and never replaces a root
     TEARDOWN = "teardown"  # printed during shutdown: ignored
 
 
@@ -140,7 +140,7 @@ def earliest(matches: list[Match]) -> Match | None:
 
 
 def judge(evidence: Evidence) -> Verdict:
-    """Return the verdict on an attempt. Missing reports do not end an attempt."""
+    """Return the verdict on an attempt. A missing report alone does not end an attempt."""
     # Without an answer from the scheduler the state is unknown, whatever the files show.
     if not evidence.answered:
         return _open("the scheduler does not answer: nothing is assumed")
@@ -151,7 +151,7 @@ def judge(evidence: Evidence) -> Verdict:
     if evidence.job_leaving:
         stuck = evidence.leaving_for >= LEAVING_LIMIT
         return _judge_ended(evidence) if stuck else _open(f"job {job.job_id} is {job.state}")
-    # Slurm reports that the leading node has left the job, and the heartbeat is silent.
+    # Slurm has removed the first node from the job, and the heartbeat is silent.
     if evidence.leader_gone and evidence.silent_for >= LOST_AFTER:
         if evidence.outcome is not None:
             return _judge_ended(evidence)
@@ -161,7 +161,7 @@ def judge(evidence: Evidence) -> Verdict:
         return AttemptState.ENDED, reason, Failure(kind=FailureKind.NODE_LOST, reason=reason, node=leader)
     if not evidence.job_ended:
         return _open(f"job {job.job_id} is {job.state}")
-    # The program ended on its own, so its outcome may become visible a little later.
+    # The program exited on its own, so its outcome may become visible a little later.
     by_itself = job.state in _EXIT_STATES
     if evidence.outcome is None and evidence.started and by_itself and evidence.ended_for < OUTCOME_GRACE:
         return _open(f"job {job.job_id} has ended: waiting for its outcome file")
@@ -214,20 +214,20 @@ _OWN_CAUSES = select_kinds(lambda traits: traits.seen_inside)
 def classify(evidence: Evidence) -> Failure:
     """Return the earliest root cause of an attempt that ended without finishing."""
     job, outcome = evidence.job, evidence.outcome
-    # A user's cancel explains the end, whatever it looked like from inside.
+    # A user's cancel explains the end, whatever the job reported.
     if evidence.cancel_asked:
         return Failure(kind=FailureKind.CANCELLED, reason="cancelled by `orch cancel`")
-    # Seen from inside, before Slurm ended the job.
+    # The job saw this cause itself before Slurm ended it.
     if outcome is not None and outcome.failure is not None and outcome.failure.kind in _OWN_CAUSES:
         return outcome.failure
     # An older release of orch may not know what a newer release refuses.
     refused = next((report for report in evidence.reports if report.end is AgentEnd.REFUSED), None)
     if refused is not None:
         return Failure(kind=FailureKind.INSTALLATION, reason=refused.reason, node=refused.name)
-    # The job was asked to stop and cancelled while it waited for nodes; that explains any end.
+    # The job was asked to stop and cancelled while it waited for nodes. That explains any end.
     if evidence.gave_up:
         return Failure(kind=FailureKind.NODES_MISSING, reason=evidence.gave_up)
-    # A requeued job must not train again: it was restarted from outside, and orch ended it.
+    # Slurm restarted the job, and orch ended it, because a requeued job must not train again.
     if job is not None and (job.restarts > 0 or (evidence.requeued and job.state in _TAKEN_AWAY)):
         kind = FailureKind.NODE_LOST if evidence.started else FailureKind.LAUNCH_FAILED
         times = f" ({job.restarts} restarts)" if job.restarts else ""  # unknown to accounting
@@ -235,7 +235,7 @@ def classify(evidence: Evidence) -> Failure:
     # A coordinator that stalled cannot report its own end.
     if outcome is None and (stood := _stood_still(evidence, job)) is not None:
         return stood
-    # The job was cancelled from outside. It is not restarted, whether or not its ranks saved and exited in time.
+    # Someone else cancelled the job. It is not restarted, whether or not its ranks saved and exited in time.
     by_others = job is not None and job.state in _TAKEN_AWAY and not evidence.silenced
     stop_failed = outcome is not None and outcome.failure is not None and outcome.failure.kind in _STOPS
     if by_others and job and outcome and (outcome.result is AttemptResult.STOPPED or stop_failed):
@@ -249,7 +249,7 @@ def classify(evidence: Evidence) -> Failure:
     # Slurm names the cause.
     if job is not None and job.state in _SLURM_KINDS:
         return _failure_from_slurm(job, outcome)
-    # The coordinator lost a node before Slurm noticed, and by now Slurm reports it down too.
+    # The coordinator lost a node before Slurm noticed, and now Slurm reports the node down too.
     lost = outcome.failure if outcome else None
     if job is not None and lost is not None and lost.kind is _LOST and lost.node in job.nodes_down:
         return replace(
@@ -266,7 +266,7 @@ def classify(evidence: Evidence) -> Failure:
 
 
 def _stood_still(evidence: Evidence, job: JobStatus | None) -> Failure | None:
-    """Return a silent coordinator's failure as reported by its own node, by its peers, or by orch's cancel.
+    """Return a silent coordinator's failure as its own node, its peers or orch's cancel report it.
 
     A node is named only if it was seen to stall; silence alone may be due to the network or the file system.
     """
@@ -315,7 +315,10 @@ def _failure_from_outcome(evidence: Evidence, outcome: AttemptOutcome) -> Failur
 
 
 def _failure_from_signal(evidence: Evidence, stopped: Failure) -> Failure:
-    """Return a signalled attempt's failure: preemption, time limit and lost node send the same signal."""
+    """Return the failure of an attempt that received a signal, which is the same for several causes.
+
+    Slurm sends it for preemption, the time limit and a lost node.
+    """
     job = evidence.job
     # Slurm prints its own message on every node whose step it ends.
     match = next(
@@ -347,9 +350,9 @@ def _failure_from_logs(evidence: Evidence, job: JobStatus) -> Failure:
 
 
 def _launch_failed(evidence: Evidence, job: JobStatus) -> bool:
-    """Return whether a node's daemon cancelled a job that it could not launch, which it must do with --no-requeue.
+    """Return whether a node's daemon cancelled a job that it could not launch, as it does with --no-requeue.
 
-    Slurm signals the script of a job that a person cancels, and prints that into its log.
+    If a person cancels a job, Slurm signals the script and says so in the job's log.
     """
     by_person = job.cancelled_by not in (None, _SLURMD_USER) or evidence.cancel_asked
     ran = evidence.started or any(match.kind is FailureKind.CANCELLED for match in scan(evidence.tails))
@@ -360,7 +363,7 @@ def _unlaunched_node(evidence: Evidence, job: JobStatus) -> str | None:
     """Return the job's node that Slurm reports as unable to start it; None unless it is certain which one."""
     named = (_UNLAUNCHED.search(match.line) for match in scan(evidence.tails))
     found = next((name[1] for name in named if name and name[1] in job.nodes), None)
-    # Only the first node starts the script; the others start the agents.
+    # Only the first node starts the batch script.
     return found or (job.nodes[0] if _launch_failed(evidence, job) else None)
 
 
@@ -372,7 +375,7 @@ def _from_logs(evidence: Evidence, job: JobStatus) -> tuple[FailureKind, str]:
     if _launch_failed(evidence, job):
         cause = f": {found.line}" if found is not None else "; see its slurmd's log for the cause"
         return FailureKind.LAUNCH_FAILED, f"{job.nodes[0]} could not launch job {job.job_id}{cause}"
-    # Echoes in the logs do not hide that the job was cancelled.
+    # Messages that follow from the cancel do not hide it.
     if job.state in _TAKEN_AWAY and (found is None or found.role is not Role.ROOT):
         return FailureKind.CANCELLED, f"job {job.job_id} was cancelled, not by orch"
     # The agents' last report and the full or broken disk explain why the outcome is missing.
@@ -383,7 +386,7 @@ def _from_logs(evidence: Evidence, job: JobStatus) -> tuple[FailureKind, str]:
     if evidence.lost_interpreter and not evidence.started:
         cure = "put its environment back, or add cluster.python=PATH to `orch resume`"
         return FailureKind.LAUNCH_FAILED, f"{ended}: its interpreter {evidence.lost_interpreter} is gone; {cure}"
-    # srun reacts to its own SIGTERM with SIGKILL to the step: no rank could save, and no agent has failed.
+    # On SIGTERM, srun sends SIGKILL to the step, so no rank could save, and no agent has failed.
     if any(_SRUN_SIGNALLED in match.line for match in matches) and (found is None or found.kind is _LOST):
         cure = f"`scancel -s TERM {job.job_id}` and `orch cancel` let it save"
         return FailureKind.PREEMPTED, f"{ended}: srun got SIGTERM (`scancel --full`?) and killed its step; {cure}"
@@ -399,11 +402,11 @@ def _from_logs(evidence: Evidence, job: JobStatus) -> tuple[FailureKind, str]:
 GRACE = 60.0  # seconds that a silent job has to react to the stop request before it is cancelled
 ABANDONED = 120.0  # seconds of silence that suffice if agents have left because they lost the coordinator
 OVERSTAY = 180.0
-"""Seconds that a job may outlive its attempt's outcome; agents exit within seconds, and Slurm's KillWait is 30."""
+"""Seconds that a job may run after its attempt's outcome. Agents exit within seconds; Slurm's KillWait is 30."""
 
 
 class Escalation(StrEnum):
-    """Degree of intervention."""
+    """Action on a silent job."""
 
     NOTHING = "nothing"
     REPORT = "tell"
@@ -423,13 +426,13 @@ def judge_silence(evidence: Evidence, limit: float) -> tuple[Escalation, str]:
         return Escalation.CANCEL, f"its attempt has ended, but the job has kept running for {evidence.overstayed:.0f} s"
     if not evidence.started or evidence.silent_for < LOST_AFTER:
         return Escalation.NOTHING, ""
-    # It may be alive but unable to write its heartbeat.
+    # The job may be alive but unable to write its heartbeat.
     if evidence.disk:
         return Escalation.REPORT, f"its heartbeat cannot be written: {evidence.disk}"
     left = [report for report in evidence.reports if report.end is AgentEnd.SILENT]
     bound = min(limit, ABANDONED) if left and limit else limit
     also = f", and {len(left)} agent(s) have left because of it" if left else ""
-    # Files that grow, or could not be watched, may mean that a process is alive.
+    # If its files grow, or could not be watched, a process may be alive.
     if not bound or evidence.still_for < bound:
         return Escalation.REPORT, f"heartbeat silent for {evidence.silent_for // 60:.0f} min{also}"
     written = f"nothing was written for {evidence.still_for:.0f} s"

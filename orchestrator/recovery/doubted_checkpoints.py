@@ -1,4 +1,4 @@
-"""Trust in checkpoints after a failed attempt: which become SUSPECT, and which are cleared. Pure."""
+"""Changes of trust after a failed attempt: which checkpoints become SUSPECT, and which are cleared. Pure."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +21,8 @@ def trust_changes(
 ) -> list[TrustChange]:  # fmt: skip
     """Return the changes of trust after the last of `attempts`, which ended with the failure `newest`.
 
-    A failure caused by the program makes no checkpoint suspect, and clears the marks that its repetitions made. The
-    program is the cause if the failure ends the run as a program error, or if it made all other checkpoints suspect.
+    A failure that the program caused makes no checkpoint suspect, and clears those that its earlier occurrences made
+    suspect. The program is the cause if the failure is a program error, or if every loadable checkpoint became suspect.
     """
     past = _Past.from_ends(_ends(attempts, generations, newest), attempts[-1].number)
     rows = [row for row in checkpoints if row.name not in _found_bad(tests)]
@@ -32,7 +32,7 @@ def trust_changes(
     if newest is not None:
         why = f"the cause is the program, not the checkpoint: {newest.reason}"
         suspect = [row for row in rows if row.step in cleared and row.trust is Trust.SUSPECT]
-        # A load from memory does not read the bytes on disk.
+        # A restore from memory does not read the bytes on disk.
         on_disk = {generation.resumed_from for generation in generations if generation.tier != MEMORY}
         changes += [(row, Trust.RESTORED if row.step in on_disk else Trust.COMMITTED, why) for row in suspect]
     # A checkpoint of the same step that was saved after the start of the failed generation holds a different state.
@@ -45,7 +45,7 @@ def trust_changes(
 
 @dataclass
 class _Past:
-    """Failed generations that loaded a checkpoint, oldest first, and by step the last start of such a generation."""
+    """Failed generations that loaded a checkpoint, oldest first, and the last start of such a generation by step."""
 
     failed: list[FailedGeneration] = field(default_factory=list)
     since: int = 0  # index of the newest attempt's first generation
@@ -75,7 +75,7 @@ def _caused_by_program(newest: Failure | None, past: _Past, loadable: Collection
 
 
 def _found_bad(tests: Iterable[RestoreTest]) -> set[str]:
-    """Return the checkpoints whose last conclusive restore test found them bad: only another test clears them."""
+    """Return the checkpoints that their last conclusive restore test found bad. Only another test clears them."""
     ended = sorted((test.ended_at, test.checkpoint, test.verdict) for test in tests if test.ended_at is not None)
     last = {checkpoint: verdict for _, checkpoint, verdict in ended if verdict not in UNDECIDED}
     return {checkpoint for checkpoint, verdict in last.items() if verdict != Outcome.RESTORED}

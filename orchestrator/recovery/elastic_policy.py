@@ -1,4 +1,4 @@
-"""Smaller worlds: possible sizes, and the size and patience of the next attempt. Pure."""
+"""Smaller worlds: possible sizes, the size of the next attempt, and when to give up a wait for nodes. Pure."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,7 +50,7 @@ def world_sizes(config: JobConfig) -> tuple[WorldSize, ...]:
 
 
 def smaller_world(config: JobConfig, nodes: int) -> WorldSize | None:
-    """Return the run on this smaller number of nodes with the same batch; None if the batch does not divide.
+    """Return the size for this smaller number of nodes with the same batch; None if the batch does not divide.
 
     A rank has no more sequences in a forward pass than in the full world; tensor, context, expert and pipeline
     parallelism stay unchanged.
@@ -82,21 +82,21 @@ def _micro(config: JobConfig, share: int) -> int | None:
 
 
 def _smaller_mesh(config: JobConfig, ranks: int) -> dict[str, Any] | None:
-    """Return the changes in `parallel` for this number of data-parallel ranks: no size grows, replicas shrink first."""
+    """Return the changes in `parallel` for this number of data-parallel ranks. Replicas shrink before shards."""
     parallel = config.parallel
     full = parallel.mesh_sizes(config.cluster.world_size)
     shared = parallel.ranks_per_share // parallel.pipeline.ranks
     for shards in range(min(full["dp_shard"], ranks), 0, -1):
         replicas, rest = divmod(ranks, shards)
         if replicas > full["dp_replicate"]:
-            return None  # and fewer shards would need even more
+            return None  # fewer shards would need even more replicas
         if not rest and can_share_experts(config, shards * shared, parallel.ep):
             return _mesh_overrides(parallel, replicas, shards)
     return None
 
 
 def _mesh_overrides(parallel: ParallelConfig, replicas: int, shards: int) -> dict[str, Any]:
-    """Return the keys to set for this mesh; sizes left open stay open."""
+    """Return the keys to set for this mesh; unset sizes stay unset."""
     changes: dict[str, Any] = {}
     if parallel.dp_replicate > 1 and replicas != parallel.dp_replicate:
         changes["dp_replicate"] = replicas
@@ -123,7 +123,7 @@ def fitting_nodes(config: JobConfig) -> Iterator[int]:
 
 NODES, SPARES = "nodes", "spare_nodes"
 FULL_NODES, FULL_SPARES = "of", "of_spare_nodes"  # nodes and spare nodes that the run itself requests
-BASE = "base"  # digest of the run's config, from which the attempt's was derived
+BASE = "base"  # digest of the run's config, from which the attempt's config was derived
 
 
 def choose_smaller_world(mine: Mapping[str, Any], full: Mapping[str, Any], base: str, reason: str) -> dict[str, Any]:
@@ -206,7 +206,7 @@ def next_size(
     `sizes`, `usable` and `patience` have the same meaning as in `give_up_waiting`.
     """
     full = sizes[0]
-    # It was ended for lack of nodes: the next attempt requests fewer, whatever is free now.
+    # The last attempt ended for lack of nodes. The next one requests fewer, whatever is free now.
     if last.kind is FailureKind.NODES_MISSING:
         smaller = [size for size in sizes if size.all_nodes < last.asked] or [sizes[-1]]
         return _largest(smaller, usable), last.reason

@@ -17,16 +17,16 @@ from orchestrator.registry.records import Attempt, Generation
 from trainer.protocol.failures.outcome import Failure, FailureKind, Losses, NodeBlame, select_kinds
 
 DAY = 86400.0
-WINDOW = 90 * DAY  # seconds of a run's history; older attempts carry little information about the present cluster
+WINDOW = 90 * DAY  # seconds of a run's history; older attempts say little about the present cluster
 _TRUST_IN_CLUSTER = 4.0
-"""Maximum weight of the cluster's history, in failures: runs differ in the components they stress."""
+"""Maximum weight of the cluster's history, in failures, because runs stress different components."""
 _CLUSTER_KINDS = select_kinds(lambda traits: traits.losses is Losses.CLUSTER)
 _RUN_KINDS = select_kinds(lambda traits: traits.losses is not Losses.NOBODY)  # ends that lose unsaved work
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailureCount:
-    """Number of failures within a number of node-seconds."""
+    """Number of failures, and the node-seconds in which they occurred."""
 
     failures: int = 0
     node_seconds: float = 0.0
@@ -37,7 +37,8 @@ def count_failures(
 ) -> tuple[FailureCount, FailureCount]:
     """Return the counts of the cluster's other runs and of this run, from started attempts and failed generations.
 
-    An attempt's own failure counts if its last generation has none (the node died with its agent) and work was lost.
+    An attempt's own failure counts if work was lost and its last generation has no failure, because the node died with
+    its agent.
     """
     by_attempt: dict[tuple[str, int], dict[int, FailureKind]] = {}
     for generation in failed_generations:
@@ -78,15 +79,15 @@ def time_between_failures(nodes: int, *, node_days: float, cluster: FailureCount
 HALF_LIFE = 7 * DAY  # half of the faults that follow a node's repair occur within a week
 NODE_WINDOW = 60 * DAY
 SPREAD = 0.4
-"""1 / the dispersion of faults per node (2.5) in a year's records of 400 nodes (stepfun-ai/InfiniteHBD-Trace)."""
+"""Inverse of the dispersion of faults per node (2.5) in one year of 400 nodes (stepfun-ai/InfiniteHBD-Trace)."""
 TIMES, SURE = 2.0, 0.75  # a node is avoided if its rate is TIMES the cluster's with confidence SURE ...
 BY_CHANCE = 0.3
 """... and if the probability of its failures, at the others' rate, is below this."""
 
 NODE_LOCAL = select_kinds(lambda traits: traits.blame is NodeBlame.NODE)
-"""Kinds that are conclusive evidence against the node they name."""
+"""Failure kinds that are conclusive evidence against the node they name."""
 WEAK = select_kinds(lambda traits: traits.blame is NodeBlame.WEAK)
-"""Kinds that merely occurred on a node; a single occurrence is not evidence."""
+"""Failure kinds that are evidence against a node only if they recur."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +160,7 @@ def _chance_probability(node: NodeHistory, others: NodeHistory) -> float:
 
 
 def _decayed_span(began: float, ended: float) -> float:
-    """Return the decayed length in seconds of a span between two ages (seconds ago), with half-life HALF_LIFE."""
+    """Return the length in seconds, decayed by HALF_LIFE, of a span between two ages (seconds ago)."""
     unit = HALF_LIFE / math.log(2)
     return unit * (_decay_weight(ended) - _decay_weight(max(began, ended)))
 
@@ -169,7 +170,7 @@ def _decay_weight(age: float) -> float:
 
 
 def _gamma_tail(shape: float, x: float) -> float:
-    """Return the probability that a gamma variate (scale 1) exceeds x: one minus the series of DLMF 8.11.4."""
+    """Return the probability that a gamma variate (scale 1) exceeds x, by the series of DLMF 8.11.4."""
     term = total = 1.0 / shape
     k = 0
     while term > total * 1e-12:

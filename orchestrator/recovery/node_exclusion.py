@@ -1,4 +1,7 @@
-"""Nodes that the next attempt avoids: only on evidence, a share of the partition, and for a limited time."""
+"""Choose the nodes that the next attempt avoids.
+
+A node is excluded only on evidence and for a limited time. At most a share of the partition is excluded.
+"""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +17,7 @@ from trainer.protocol.time_spans import span
 REMEMBERED = 14 * 86400.0
 """Seconds for which hangs and slowness count against a node; after that it may have been repaired or moved."""
 TWO_HANGS = 2
-_NOT_NODE_FAULTS = frozenset({"desync", "network"})  # incidents caused by a program, or by two nodes together
+_NOT_NODE_FAULTS = frozenset({"desync", "network"})  # incidents caused by a program, or by two nodes
 DRILLED = "drilled"  # notice key: the run's configuration orders a fault in this generation
 Place = tuple[str, int, int]  # generation: run, attempt, number
 
@@ -27,12 +30,12 @@ class NodeRecord:
     history: NodeHistory = field(default_factory=NodeHistory)
     others: NodeHistory = field(default_factory=NodeHistory)
     excluded_until: float = 0.0
-    # Counts since its last exclusion:
+    # Evidence since its last exclusion:
     hangs: int = 0  # attempts in which a rank on it stopped first
     slow: int = 0  # attempts that it slowed down until their end
     replaced: int = 0  # attempts in which a spare replaced it, for a reason that is weak evidence alone
-    faulty: str = ""  # fault of the node itself while its job continued without it
-    by_person: bool = False  # presently excluded by a person
+    faulty: str = ""  # the node's own fault, in a job that continued without it
+    by_person: bool = False  # a person has excluded it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,18 +44,18 @@ class Pool:
 
     size: int | None
     needed: int
-    in_service: int | None = None  # nodes permitted by people, busy ones included, if the job waits for nodes
+    in_service: int | None = None  # nodes that no person has excluded; set if a job would lack nodes
     known: tuple[NodeRecord, ...] = ()
     node_days: float = 64.0  # node-days between failures, before any history (checkpoint.auto.node_days)
 
     @property
     def by_persons(self) -> frozenset[str]:
-        """Nodes excluded by people; the share limit does not apply to them."""
+        """Nodes that people have excluded. The share limit does not apply to them."""
         return frozenset(node.name for node in self.known if node.by_person)
 
     @property
     def excludable(self) -> int:
-        """Number of nodes that orch can exclude without making the job impossible."""
+        """Number of nodes that orch can exclude and still start the job."""
         if self.in_service is not None:
             return max(0, self.in_service - self.needed)
         size = self.size if self.size is not None else len(self.known)
@@ -78,7 +81,7 @@ def blame(failure: Failure, node: str, pool: Pool, recovery: RecoveryConfig, now
     history = replace(record.history, failed=(0.0, *record.history.failed))
     if len(history.failed) == 1:
         return ExclusionDecision(node=None, reason=f"a single {failure.kind} on {node} is not evidence against it")
-    # A second, independent failure soon after is a pattern.
+    # A second, independent failure soon afterwards is a pattern.
     if is_worse(history, record.others, pool.node_days):
         return _exclude_within_limit(node, _often(node, history), pool, recovery, now)
     return ExclusionDecision(node=None, reason=f"{_often(node, history)}: that may be chance")
@@ -100,7 +103,7 @@ def nodes_to_exclude(
 
 
 def _without(pool: Pool, found: Sequence[ExclusionDecision], now: float) -> Pool:
-    """Return the pool after these exclusions, which count towards the share limit."""
+    """Return the pool after these exclusions, so that they count towards the share limit."""
     taken = {one.node for one in found}
     known = (replace(one, excluded_until=now + 1.0) if one.name in taken else one for one in pool.known)
     return replace(pool, known=tuple(known))
@@ -110,7 +113,7 @@ def _reason_against(record: NodeRecord, recovery: RecoveryConfig, node_days: flo
     """Return the record's evidence against a node that ended no attempt; empty if it is insufficient."""
     if record.faulty:
         return f"{record.name}: {record.faulty}"
-    # A loss covered by a spare counts as a failure and excludes the node like a loss that ended its attempt.
+    # A loss that a spare replaced counts as a failure, like a loss that ended its attempt.
     if record.replaced and len(record.history.failed) > 1 and is_worse(record.history, record.others, node_days):
         return _often(record.name, record.history)
     if record.hangs >= TWO_HANGS:
@@ -122,14 +125,14 @@ def _reason_against(record: NodeRecord, recovery: RecoveryConfig, node_days: flo
 
 
 def drilled_generations(notices: Iterable[Notice]) -> set[Place]:
-    """Return the generations with an intended fault; their incidents do not count against nodes."""
+    """Return the generations with a drill. Their incidents do not count against nodes."""
     return {_place(one) for one in notices if one.kind == EventKind.DRILL or one.data.get(DRILLED)}
 
 
 def hangs(notices: Sequence[Notice]) -> dict[str, int]:
-    """Count by node the attempts in which one of its ranks stopped first, according to incidents.
+    """Count for each node the attempts in which one of its ranks stopped first, according to incidents.
 
-    A program that hangs does so again after a restart in place; only another attempt is independent evidence.
+    A faulty program hangs again after a restart in place, so only another attempt is independent evidence.
     """
     drilled = drilled_generations(notices)
     incidents = (
@@ -151,7 +154,7 @@ def of_every_node(notices: Iterable[Notice]) -> Iterator[Notice]:
 
 
 def slowness(notices: Sequence[Notice], generations: Mapping[tuple[str, int], int]) -> dict[str, int]:
-    """Count by node the attempts that ended while one of its ranks was a straggler in the last generation.
+    """Count for each node the attempts whose last generation ended with one of its ranks as a straggler.
 
     `generations`: number of generations by (run, attempt).
     """
@@ -177,7 +180,7 @@ def faulty(
         data, reason = notice.data, str(notice.data.get("reason", ""))
         if data.get("drill"):
             continue
-        # If no rank trained, all nodes may share the fault; otherwise the attempt's failure names one.
+        # If no rank has trained, the fault may be in all nodes.
         if notice.kind == EventKind.PREFLIGHT and generations.get((notice.run, notice.attempt), 0) > 0:
             found[notice.node] = f"it failed its checks: {reason}"
         elif notice.kind == EventKind.SPARE_USED and (notice.run, notice.attempt, notice.node) in gone:
@@ -189,7 +192,7 @@ def faulty(
 
 
 def count_replacements(notices: Sequence[Notice]) -> dict[str, int]:
-    """Count by node the attempts in which a spare replaced it."""
+    """Count for each node the attempts in which a spare replaced it."""
     drilled = drilled_generations(notices)
     spares = (one for one in notices if one.kind == EventKind.SPARE_USED and not one.data.get("drill"))
     return _by_node({(one.node, one.run, one.attempt) for one in spares if _place(one) not in drilled})
@@ -225,7 +228,7 @@ def exclusion_limit(pool: Pool, recovery: RecoveryConfig) -> int:
 
 
 def avoided_nodes(pool: Pool, recovery: RecoveryConfig, now: float) -> tuple[str, ...]:
-    """Return the nodes that the next job must avoid: excluded by people, and by orch up to its limit, latest first."""
+    """Return the nodes that the next job must avoid: those that people excluded, and orch's latest, up to its limit."""
     until = {node.name: node.excluded_until for node in pool.known if not node.by_person}
     latest = sorted((name for name in until if until[name] > now), key=lambda name: until[name], reverse=True)
     return tuple(sorted({*pool.by_persons, *latest[: exclusion_limit(pool, recovery)]}))

@@ -34,7 +34,7 @@ def attribute_drill(
 
 
 def drill_words(failure: Mapping[str, object]) -> str:
-    """Return the suffix for a drilled failure (as JSON), ` (drill kill-rank)`; empty for other failures."""
+    """Return ` (drill kill-rank)` for a failure (as JSON) that a drill caused; empty for other failures."""
     return f" (drill {failure['drill']})" if failure.get("drill") else ""
 
 
@@ -43,7 +43,7 @@ class EndedAttempt:
     """Ended attempt with its failure as the policy judges it; a history lists the oldest first."""
 
     row: Attempt
-    failure: Failure | None  # None: finished, or never judged
+    failure: Failure | None  # None if it finished or was never judged
     saved_after: float = 0.0  # most seconds from a generation's start to a command's checkpoint; 0 if it has none
     first_training: bool = False  # the run has never trained
     drills_recur: bool = False  # the run's configuration orders faults, which may recur in every attempt
@@ -58,13 +58,13 @@ class EndedAttempt:
 
     @property
     def training_seconds(self) -> float:
-        """Seconds from start to end; from the submission if the node's clock was behind."""
+        """Seconds from start to end. If the node's clock was behind, they count from the submission."""
         start = self.row.started_at
         return 0.0 if start is None else self.end_time - max(start, self.row.submitted_at or start)
 
     @property
     def script_failed(self) -> bool:
-        """Whether its batch script failed, in a run that never trained: the script is more likely wrong than Slurm."""
+        """Whether its batch script failed in a run that has never trained, so that the script is probably wrong."""
         return self.first_training and self.failure is not None and self.failure.script
 
     @property
@@ -93,9 +93,9 @@ REPEATED_STEPS_HINT = (
 )
 
 LONGEST_GAP = 2 * 3600.0
-"""Maximum seconds counted between two failures: neither a longer queue nor a clock change is an outage."""
+"""Maximum seconds counted between two failures, because a long queue or a clock change is not an outage."""
 
-FREE_PROGRESS = 300.0  # A preempted or timed-out attempt counts as progress after this many seconds
+FREE_PROGRESS = 300.0  # seconds after which a preempted or timed-out attempt counts as progress
 
 
 def decide(
@@ -104,8 +104,8 @@ def decide(
 ) -> Decision:  # fmt: skip
     """Decide after the newest attempt of `history`.
 
-    `history` holds the attempts that count (since the last `orch resume`), `jitter` is a draw from [0, 1).
-    `steps_known` is False for foreign scripts, whose checkpoints orch cannot see. `run` names the run in commands.
+    `history` holds the attempts that count (since the last `orch resume`), `jitter` is a random number in [0, 1).
+    `steps_known` is False for a command whose checkpoints orch cannot see. `run` names the run in commands.
     """
     assert history, "a decision needs the attempt that ended"
     last, failure = history[-1], history[-1].failure
@@ -113,11 +113,11 @@ def decide(
     if failure is None:
         return Decision(action=Action.SUCCEED, reason="all steps are trained")
     has_progress = _has_progress(history, len(history) - 1, steps_known=steps_known)
-    # No retry can fix this, and without progress the next job is unlikely to need less memory.
+    # A retry cannot fix this: without progress, the next job is unlikely to need less memory.
     out_of_memory = failure.kind is FailureKind.OUT_OF_MEMORY and not has_progress and not last.was_drilled
     if TRAITS[failure.kind].budget is Budget.PERSON or out_of_memory:
         return _final(failure, history, run)
-    # An end that orch or a person caused on purpose proves nothing; after a free one, the queue is pause enough.
+    # A deliberate end proves nothing, and after a free one the queue is pause enough.
     if reason := _immediate_retry_reason(last, failure, has_progress):
         return Decision(action=Action.RETRY, reason=reason, not_before=now, exclude=exclude)
     # One node may have misread; a second job with the same result is evidence about the bytes.
@@ -191,10 +191,10 @@ def backoff_seconds(row: int, recovery: RecoveryConfig, jitter: float) -> float:
 
 
 def _gives_up(outage: Sequence[EndedAttempt], recovery: RecoveryConfig) -> float:
-    """Return when an outage has lasted too long, not counting long queues between failures or clock changes."""
+    """Return the time at which an outage has lasted too long, without long queues and clock changes."""
     gaps = [later.end_time - earlier.end_time for earlier, later in pairwise(outage)]
     counted = sum(min(max(0.0, gap), LONGEST_GAP) for gap in gaps)
-    whole = outage[-1].end_time - outage[0].end_time  # less if the clock was set back and forward again in between
+    whole = outage[-1].end_time - outage[0].end_time  # smaller if the clock was set back and forward again in between
     lasted = min(counted, whole) if whole > 0 else counted
     return outage[-1].end_time + recovery.no_progress_hours * 3600 - lasted
 
@@ -214,20 +214,20 @@ def _describe_outage(outage: Sequence[EndedAttempt], now: float) -> str:
 
 
 def _has_progress(history: Sequence[EndedAttempt], index: int, *, steps_known: bool) -> bool:
-    """Return whether this attempt made progress: its checkpoint is the newest so far, or counts by time or step."""
+    """Return whether this attempt made progress, judged by its newest checkpoint, its time or its steps."""
     attempt, row, earlier = history[index], history[index].row, [past.row for past in history[:index]]
     enough = FREE_PROGRESS if attempt.is_free else PROGRESS_SECONDS
     if not steps_known:
         return attempt.training_seconds >= enough and (row.started_at is not None or row.generations > 0)
     if row.saved_step is not None and row.saved_step > max((past.saved_step or 0 for past in earlier), default=0):
         return True
-    # Names that restart or rotate show no step: the program's own step counts, else time as above.
+    # Checkpoint names that restart or rotate show no step. The program's own step counts, else time as above.
     trained_on = row.last_step is not None and row.last_step > max((past.last_step or 0 for past in earlier), default=0)
     return attempt.saved_after >= enough or (attempt.saved_after > 0 and trained_on)
 
 
 def _without_progress(history: Sequence[EndedAttempt], *, steps_known: bool) -> list[EndedAttempt]:
-    """Return the failures since the last progress; the first is the end of the attempt that made it."""
+    """Return the failures since the last progress, including the end of the attempt that made it."""
     row: list[EndedAttempt] = []
     for index in reversed(range(len(history))):
         past, advanced = history[index], _has_progress(history, index, steps_known=steps_known)

@@ -21,7 +21,7 @@ def backup(path: Path, to: Path) -> Path:
         raise RegistryError("there is no registry to back up", where=str(path), hint="`orch submit` creates one")
     if to.exists() and to.samefile(path):
         raise RegistryError("a registry cannot be its own backup", where=str(to), hint="name another file")
-    to = to.resolve()  # a link is kept, and its target is replaced
+    to = to.resolve()  # a link stays, and its target is replaced
     if to.exists() and not _replaceable(to):
         raise Precondition(
             "the file is not a registry backup and was not replaced", where=str(to),
@@ -42,7 +42,7 @@ def backup(path: Path, to: Path) -> Path:
         raise sqlite_errors.explain(error, path) from error
     finally:
         for ending in ("", "-journal", "-wal", "-shm"):
-            with contextlib.suppress(OSError):  # its folder is not a folder
+            with contextlib.suppress(OSError):  # its parent is not a folder
                 temporary.with_name(temporary.name + ending).unlink(missing_ok=True)
     return to
 
@@ -74,7 +74,7 @@ def _copy(path: Path, to: Path) -> None:
     with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=30)) as source, _open_database(to) as target:
         source.backup(target)
     with _open_database(to) as target:
-        # A write-ahead log beside the copy could be left behind when the file is moved.
+        # A write-ahead log next to the copy could be left behind when the copy is moved.
         target.execute("PRAGMA journal_mode = DELETE")
         verdict = target.execute("PRAGMA integrity_check").fetchone()[0]
         if verdict != "ok":

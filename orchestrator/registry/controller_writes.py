@@ -1,4 +1,4 @@
-"""Registry writes of the controller, leases included; each checks its fencing epoch."""
+"""Registry writes of the controller, including leases. Each write checks its fencing epoch."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ _SCHEDULER_OF = select(TABLES[Run].c.scheduler).where(TABLES[Run].c.name == bind
 
 
 class ControllerWrites(UserWrites):
-    """Writes of the lease's holder; all are idempotent."""
+    """Writes of the lease's holder. All are idempotent."""
 
     @writes
     def take_lease(
@@ -48,10 +48,10 @@ class ControllerWrites(UserWrites):
     ) -> Lease | None:
         """Return the lease if it is free, expired or already this holder's; None while another holder is alive.
 
-        `over`: leases that the caller has watched long enough to know that their holders stall, whatever this host's
-        clock shows. If given, only these leases count as expired, and only if unchanged. A new holder gets an epoch
-        above all others, which fences its predecessor. The lease for all runs and a single scheduler's lease exclude
-        each other.
+        `over` lists leases that the caller has watched for long enough to know that their holders stall, whatever this
+        host's clock shows. If it is given, only these leases count as expired, and only if they are unchanged. A new
+        holder gets a higher epoch than all others, which fences its predecessor. The lease for all runs and a single
+        scheduler's lease exclude each other.
         """
         assert holder, "a lease needs a holder"
         rows = self.leases()
@@ -82,7 +82,7 @@ class ControllerWrites(UserWrites):
 
     @writes
     def drop_lease(self, lease: Lease) -> None:
-        """Give up the lease; does nothing if another controller has taken it."""
+        """Give up the lease, unless another controller has taken it."""
         held = self._find_lease(lease.epoch)
         if held is not None and held.holder == lease.holder:
             self._set_lease(lease.epoch, holder=NO_HOLDER, expires_at=0.0)
@@ -118,7 +118,7 @@ class ControllerWrites(UserWrites):
     def _move(
         self, run: str, kind: str, subject: str, before: StrEnum, to: StrEnum, reason: str, now: float
     ) -> dict[str, Any]:  # fmt: skip
-        """Record a change of state; return the row's new state and reason, empty if it is in that state already."""
+        """Record a change of state; return the new state and reason, or nothing if the row is already in that state."""
         if before == to:
             return {}
         assert may_move(before, to), f"{kind} {run}/{subject} may not go from {before} to {to}"
@@ -127,7 +127,7 @@ class ControllerWrites(UserWrites):
 
     @writes
     def claim_run(self, run: str, scheduler: str, *, epoch: int, before: str = "") -> bool:
-        """Assign a run from `before` (empty: unassigned) to this scheduler; return whether it belongs to it now.
+        """Assign a run of scheduler `before` (empty: none) to this scheduler; return whether it belongs to it now.
 
         Attempts without a scheduler follow the run.
         """
@@ -149,7 +149,7 @@ class ControllerWrites(UserWrites):
 
     @writes
     def note_notified(self, run: str, notified: dict[str, Any], *, epoch: int) -> None:
-        """Record the notifications of a run's changes; its time of update does not change."""
+        """Record the state of a run's notifications without changing the run's time of update."""
         self._fence(epoch, run)
         self.database.update(Run, {"notified": notified}, name=run)
         self.database.touch(run)
@@ -167,7 +167,7 @@ class ControllerWrites(UserWrites):
         self, /, run: str, *, nonce: str, excluded: tuple[str, ...], epoch: int, now: float,
         reason: str = "next attempt", **changes: Any,
     ) -> Attempt:  # fmt: skip
-        """Add the intent of the run's next attempt; `changes` override fields taken from its run."""
+        """Add the intent of the run's next attempt; `changes` override the fields taken from the run."""
         self._fence(epoch, run)
         number = max((attempt.number for attempt in self.attempts(run)), default=0) + 1
         self.put_intent(
@@ -222,7 +222,7 @@ class ControllerWrites(UserWrites):
 
     @writes
     def rehome(self, copy: CheckpointCopy, reason: str, *, epoch: int) -> None:
-        """Make a copy the checkpoint's main location after the original is gone; its trust is unchanged."""
+        """Make a copy the checkpoint's main location after the original is gone, without changing its trust."""
         self._fence(epoch, copy.run)
         self.checkpoint(copy.run, copy.name)
         place = {"tier": copy.tier, "path": copy.path, "reason": reason}
@@ -240,7 +240,7 @@ class ControllerWrites(UserWrites):
     def end_restore_test(
         self, test: str, verdict: str, reason: str, evidence: dict[str, Any], *, epoch: int, now: float
     ) -> None:
-        """Record the end of a restore test; the first verdict is kept. The tested run's controller may write it."""
+        """Record the end of a restore test, as the tested run's controller. The first verdict is kept."""
         self._fence(epoch)
         found = self.restore_test(test)
         if found is not None and found.ended_at is None:
@@ -255,7 +255,7 @@ class ControllerWrites(UserWrites):
         if failure is None:
             changes: dict[str, Any] = {"attempts": node.attempts + 1}
         else:
-            # While a node is excluded, the reason for that is kept.
+            # While a node is excluded, the reason for its exclusion is kept.
             reason = node.reason if node.excluded_until > now else failure
             changes = {"failures": node.failures + 1, "reason": reason}
         self._alter_node(node, now, changes)
@@ -304,7 +304,7 @@ class ControllerWrites(UserWrites):
 
     @writes
     def answer(self, request_id: int, answer: str, *, epoch: int, now: float) -> None:
-        """Answer a request; the first answer is kept."""
+        """Answer a request. The first answer is kept."""
         found = next((request for request in self.user_requests() if request.id == request_id), None)
         self._fence(epoch, None if found is None else found.run)
         if found is not None:
@@ -313,7 +313,7 @@ class ControllerWrites(UserWrites):
     def _fence(self, epoch: int, run: str | None = None) -> None:
         """Raise Fenced if the epoch's lease is not held, and ForeignRun if the run belongs to another scheduler.
 
-        An expired lease passes until it is taken; this check and the write share a transaction.
+        An expired lease is accepted until another controller takes it. This check and the write share a transaction.
         """
         held = self._find_lease(epoch)
         if held is None or held.holder == NO_HOLDER:
@@ -346,7 +346,7 @@ class ControllerWrites(UserWrites):
 
 
 def is_live(held: Lease, now: float, over: Sequence[Lease] | None) -> bool:
-    """Return whether a held lease excludes other controllers (`over` as in `take_lease`)."""
+    """Return whether a held lease excludes other controllers; `over` has the same meaning as in `take_lease`."""
     if over is None:
         return held.expires_at > now
     return (held.epoch, held.renewed_at) not in {(watched.epoch, watched.renewed_at) for watched in over}

@@ -1,6 +1,6 @@
 """Registry file: connections, transactions, rows as records, and translation of errors.
 
-SQLAlchemy builds the statements and sqlite3 executes them: SQLAlchemy takes longer to execute one than SQLite does.
+SQLAlchemy builds the statements, but sqlite3 executes them, because SQLAlchemy adds more time than SQLite takes.
 """
 
 import functools
@@ -35,13 +35,13 @@ S = TypeVar("S", bound="StoreOperations")
 
 NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 _BUSY_SECONDS = 5.0
-"""SQLite's own timeout for a lock, per statement."""
+"""SQLite's timeout for a lock, in seconds per statement."""
 _WRITE = "BEGIN IMMEDIATE"
-"""Begin of a write; a deferred BEGIN that turns into a write fails immediately if another writer came first."""
+"""Start of a write. A deferred BEGIN that becomes a write fails immediately if another writer was first."""
 
 
 class Database:
-    """Transaction runner: reads see one snapshot, writes lock the file first, and busy transactions are retried."""
+    """Runner of transactions. Reads see one snapshot, writes lock the file first, and busy transactions are retried."""
 
     def __init__(
         self, path: Path, *, readonly: bool = False, patience: float = 30.0, busy_seconds: float = _BUSY_SECONDS
@@ -57,11 +57,11 @@ class Database:
         return self._run(work, begin="BEGIN")
 
     def write(self, work: Callable[[], T]) -> T:
-        """Run `work` in one BEGIN IMMEDIATE transaction; all of it is repeated if the registry is busy."""
+        """Run `work` in one BEGIN IMMEDIATE transaction, and repeat it if the registry is busy."""
         return self._run(work, begin=_WRITE)
 
     def _run(self, work: Callable[[], T], *, begin: str) -> T:
-        """Run `work` in a transaction; without `begin`, its single statement is one."""
+        """Run `work` in a transaction; without `begin`, its single statement is the transaction."""
         if self._connection is not None:
             assert self._active.writes or begin != _WRITE, "a write within a read: its lock would come too late"
             return work()
@@ -83,7 +83,7 @@ class Database:
                 return result
 
     def _once(self, work: Callable[[], T], begin: str) -> tuple[T, set[str]]:
-        """Return the result and the runs that changed."""
+        """Return the result, and the names of changed runs."""
         try:
             connection = self._idle.pop()
         except IndexError:
@@ -118,22 +118,22 @@ class Database:
         return self._connection.execute(sql, constants | {name: encode(value) for name, value in values.items()})
 
     def rows(self, query: ClauseElement, values: Mapping[str, Any] = NO_VALUES) -> list[Any]:
-        """Return the rows that a query reads, in the transaction of this thread if there is one."""
+        """Return the rows that a query reads, within the transaction of this thread if it has one."""
         return self._run(lambda: self.execute(query, values).fetchall(), begin="")
 
     def find(
         self, kind: type[R], *where: ColumnElement[bool], values: Mapping[str, Any] = NO_VALUES,
         limit: int | None = None, **keys: Any,
     ) -> list[R]:  # fmt: skip
-        """Return the records of the rows with these keys that meet the conditions, in the order of their table.
+        """Return the records of the rows that have these keys and meet the conditions, in the table's order.
 
-        The conditions are constants, because their statement is kept; `values` are their parameters.
+        The statement is cached, so the conditions must be constants; `values` are their parameters.
         """
         parameters = {**values, **keys, "limit": -1 if limit is None else limit}
         return [make_record(kind, row) for row in self.rows(selection(kind, where, *keys), parameters)]
 
     def first(self, kind: type[R], **keys: Any) -> R | None:
-        """Return the first of the records that `find` returns, or None."""
+        """Return the first record that `find` returns, or None."""
         return next(iter(self.find(kind, **keys)), None)
 
     def put(self, record: object, *, keep_existing: bool = False) -> sqlite3.Cursor:
@@ -141,11 +141,11 @@ class Database:
         return self.execute(insertion(type(record), keep_existing=keep_existing), vars(record))
 
     def update(self, kind: type[Any], changes: Mapping[str, Any], **keys: Any) -> None:
-        """Change the rows with these values."""
+        """Change the rows with these keys."""
         self.execute(alteration(kind, *keys), {**changes, **{f"of_{key}": value for key, value in keys.items()}})
 
     def delete(self, kind: type[Any], **keys: Any) -> None:
-        """Delete the rows with these values."""
+        """Delete the rows with these keys."""
         self.execute(deletion(kind, *keys), keys)
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ _IDENTITY = frozenset({"name", "run", "number", "attempt", "state"})
 
 
 def check_changes(kind: type[Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Return `changes` for an update, asserting that each name is a field outside the record's identity."""
+    """Return `changes`, asserting that each name is a field that an update may change."""
     unknown = changes.keys() - ({*field_names(kind)} - _IDENTITY)
     assert not unknown, f"{kind.__name__} has no {sorted(unknown)} to change"
     return changes

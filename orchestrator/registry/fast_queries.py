@@ -15,14 +15,14 @@ from orchestrator.states import Trust
 from trainer.protocol.config_sections.scheduler_kinds import traits
 
 _UNUSABLE = (Trust.WRITING, Trust.CORRUPT, Trust.DELETED)
-"""Trust of checkpoints that a run would not resume from."""
+"""Trust of checkpoints from which a run would not resume."""
 
 _BAD, _FINISHED = "('SUSPECT', 'CORRUPT')", "('RESTORED', 'SUSPECT', 'CORRUPT')"
-"""Values of trainer.protocol.restore_test.Outcome, whose import takes 10 ms. Its other two are not verdicts."""
+"""Values of trainer.protocol.restore_test.Outcome, whose import takes 10 ms. Its two other values are not verdicts."""
 
 _SAVED_AT = "SELECT coalesce(max(committed_at), 0) FROM checkpoints WHERE run = {0}.run AND name = {0}.checkpoint"
 _TESTED_AT = f"({_SAVED_AT}), {{0}}.step, {{0}}.ended_at"
-"""Rank of a run's tests: a newer checkpoint supersedes an older one, then a newer test an older one."""
+"""Sort key of a run's tests: newest checkpoint first, then newest test."""
 
 _NEWEST = f"""
 SELECT run.name AS run, run.state, run.reason, run.cluster, run.run_dir, run.config_digest, run.step,
@@ -89,7 +89,7 @@ def runs_by_name(path: Path, names: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def found_bad(path: Path, since: float) -> list[str]:
-    """Return the runs with a checkpoint that a restore test found bad at `since` or later."""
+    """Return the runs with a checkpoint that a restore test has found bad since `since`."""
     query = f"SELECT DISTINCT run FROM restore_tests WHERE ended_at >= ? AND verdict IN {_BAD} ORDER BY run"
     return [row["run"] for row in _rows(path, query, (since,))]
 
@@ -101,7 +101,7 @@ def run_names(path: Path, limit: int = 1000) -> list[tuple[str, str]]:
 
 
 def saved_steps(path: Path, run: str) -> list[tuple[int, str]]:
-    """Return steps and trust of a run's existing checkpoints, newest first."""
+    """Return the step and trust of a run's existing checkpoints, newest first."""
     query = "SELECT step, trust FROM checkpoints WHERE run = ? AND trust <> 'DELETED' ORDER BY step DESC"
     return [(row["step"], row["trust"]) for row in _rows(path, query, (run,))]
 
@@ -122,7 +122,7 @@ def tag_names(path: Path) -> list[str]:
 
 
 def node_names(path: Path) -> list[str]:
-    """Return every node that an attempt has run on."""
+    """Return every node on which an attempt has run."""
     query = "SELECT DISTINCT name FROM nodes ORDER BY name"
     return [row["name"] for row in _rows(path, query, ())]
 
@@ -183,13 +183,13 @@ def _answer(row: sqlite3.Row) -> dict[str, Any]:
 
 
 def _pop_columns(answer: dict[str, Any], prefix: str, keys: Iterable[str]) -> dict[str, Any] | None:
-    """Return the columns of a joined table as one value; None if no row was joined."""
+    """Remove the columns of a joined table from the answer and return them; None if no row was joined."""
     found = {key: answer.pop(f"{prefix}_{key}") for key in keys}
     return None if found["step"] is None else found
 
 
 def config(path: Path, digest: str) -> dict[str, Any] | None:
-    """Return the resolved configuration of this digest, or None."""
+    """Return the resolved configuration with this digest, or None."""
     found = _rows(path, "SELECT data FROM configs WHERE digest = ?", (digest,), any_version=True)
     return dict(json.loads(found[0]["data"])) if found else None
 

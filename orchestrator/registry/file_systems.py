@@ -1,8 +1,8 @@
 """File systems that can hold the registry, and the journal mode for each.
 
-SQLite separates writers with fcntl byte-range locks. If another host does not see them, two hosts write at once and
-damage the registry. A write-ahead log also needs memory shared by all readers, so a single host. A lock tried on one
-host shows neither, so `SHARED` and `UNSHARED_OPTIONS` list known properties.
+SQLite separates writers with fcntl byte-range locks. If another host does not see them, two hosts may write at the same
+time and damage the registry. A write-ahead log also needs memory that all readers share, and therefore a single host. A
+test on one host shows neither property, so `SHARED` and `UNSHARED_OPTIONS` list them.
 """
 
 import fcntl
@@ -32,9 +32,9 @@ Overlay is included: its upper layer cannot be on a network file system (kernel,
 SHARED = frozenset({"nfs", "nfs4", "lustre", "gpfs", "ceph", "gfs2"})
 """File systems whose fcntl locks all hosts see, except with one of the options below.
 
-Byte-range locks are part of NFSv4 and use NLM before (nfs(5); `local_lock=flock` does not affect them), are tokens of
-the cluster in IBM Storage Scale, and are kept by the metadata server of CephFS. Lustre with neither `flock` nor
-`localflock` refuses them (mount.lustre(8)).
+NFSv4 has byte-range locks, and older versions use NLM (nfs(5); `local_lock=flock` does not affect them). IBM Storage
+Scale implements them as cluster tokens, CephFS in its metadata server. Lustre refuses them unless it is mounted with
+`flock` or `localflock` (mount.lustre(8)).
 """
 UNSHARED_OPTIONS = frozenset(
     {"nolock", "local_lock=all", "local_lock=posix", "localflock", "noflock", "localflocks"}
@@ -71,7 +71,7 @@ def _unescape(field: str) -> str:
 
 
 def match_mount(path: Path, text: str) -> Mount | None:
-    """Return the mount that holds `path`: the longest mount point above it, the later of two equal ones."""
+    """Return the mount that holds `path`: the longest mount point above it, or the later one of two equal ones."""
     best = None
     for mount in mounts(text):
         above = path.is_relative_to(mount.point)
@@ -98,7 +98,7 @@ def why_unshared(mount: Mount | None) -> str:
 
 
 def choose_journal_mode(registry: Path, mount: Mount | None) -> str:
-    """Return SQLite's journal mode: `wal` on a local file system, `delete` if all hosts see locks.
+    """Return SQLite's journal mode: `wal` on a local file system, `delete` on one where all hosts see locks.
 
     Raises RegistryError on other file systems, and OSError if no file can be created.
     """
@@ -127,7 +127,7 @@ except (BlockingIOError, PermissionError):
 
 
 def locks_work(registry: Path) -> bool:
-    """Return whether a lock beside `registry` stops a second process of this host.
+    """Return whether a lock next to `registry` stops a second process on this host.
 
     It uses a separate file, because closing a descriptor drops every POSIX lock of the process on that file. Raises
     OSError if no file can be created there.

@@ -58,7 +58,7 @@ class Holder:
 
     @property
     def is_here(self) -> bool:
-        """Whether its process is visible from here; the host name alone does not prove that."""
+        """Whether its process is visible from here. The host name alone does not prove it."""
         return self.host == host_name() and is_visible(self.space)
 
     @property
@@ -84,7 +84,7 @@ def host_name() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseFacts:
-    """Facts about a held lease; `unrenewed_for` in seconds, by a clock that the caller can trust."""
+    """Facts about a held lease; `unrenewed_for` is in seconds of a clock that the caller can trust."""
 
     holder: Holder | None
     lives: bool | None  # the holder's process; None: not visible from here
@@ -106,14 +106,14 @@ class LeaseFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseState:
-    """Liveness of a controller, whether its lease may be taken now, and the reason."""
+    """Whether a controller is alive, whether its lease may be taken now, and why."""
 
     alive: bool
     may_take: bool
     reason: str
     stalled: bool = False
     once: bool = False  # exits after a single pass
-    process_seen: bool = False  # its process was seen alive from here
+    process_seen: bool = False  # its process is alive and visible from here
 
     @property
     def stays(self) -> bool:
@@ -122,19 +122,19 @@ class LeaseState:
 
     @property
     def may_write(self) -> bool:
-        """Whether it works, or stalls on this host and may wake in the middle of a write."""
+        """Whether it works, or is stalled on this host and may wake in the middle of a write."""
         return self.alive or self.process_seen
 
 
 def judge(facts: LeaseFacts | None, ttl: float) -> LeaseState:
-    """Return the state of a lease; None means that it is unheld. Pure, and the only expiry rule."""
+    """Return the state of a lease; without `facts` it is not held. This is the only expiry rule. Pure."""
     if facts is None:
         return LeaseState(alive=False, may_take=True, reason="no controller lives")
     who = f"pid {facts.holder.pid} on {facts.holder.host}" if facts.holder is not None else "an unknown holder"
     of = partial(LeaseState, once=facts.holder is not None and facts.holder.once, process_seen=facts.lives is True)
     if facts.own:
         return of(alive=True, may_take=True, reason="this process holds the lease")
-    # On this host the process itself is visible: a dead one needs no waiting.
+    # If the process is visible and dead, no wait is needed.
     if facts.lives is False:
         return of(alive=False, may_take=True, reason=f"no controller lives: {who} is gone")
     said = f"controller stalled for {facts.unrenewed_for:.0f} s ({who})"
@@ -148,15 +148,15 @@ def judge(facts: LeaseFacts | None, ttl: float) -> LeaseState:
 
 
 def displayed_state(lease: Lease | None, now: float) -> LeaseState:
-    """Return the lease state for display only, by the wall clock; its jumps last until the next renewal."""
+    """Return the lease state by the wall clock, for display only. A clock jump distorts it until the next renewal."""
     if lease is None or not lease.holder:
         return judge(None, LEASE_TTL)
-    # A renewal in the future proves as little as one long ago: the clock was set since, without a later renewal.
+    # A renewal time in the future means that the clock was set, and that no renewal has followed.
     return judge(LeaseFacts.from_lease(lease, abs(now - lease.renewed_at)), LEASE_TTL)
 
 
 def observed_state(lease: Lease | None, observed: ObservedSince) -> LeaseState:
-    """Return the lease state for takeovers: how long this host watched the lease unchanged, minus its own pauses."""
+    """Return the lease state for takeovers, by how long this host, apart from its own pauses, saw no renewal."""
     if lease is None or not lease.holder:
         return judge(None, LEASE_TTL)
     seen = observed.watched_seconds(f"lease:{lease.scheduler}", f"{lease.epoch}:{lease.renewed_at}")
@@ -173,7 +173,7 @@ def acquire(
     another host is fenced by the epoch.
     """
     rivals = [held for held in store.leases() if scheduler in ("", held.scheduler) or not held.scheduler]
-    # Observe every lease, so that the time of each is measured.
+    # Observe every lease, because `all` would stop at the first live one.
     states = [observed_state(held, observed) for held in rivals]
     if not all(state.may_take for state in states):
         return None
@@ -185,7 +185,7 @@ def acquire(
 
 
 def _end(holder: Holder | None) -> None:
-    """Send SIGKILL to a stalled daemon on this host; a single pass runs in a user's shell and is left to the epochs."""
+    """Send SIGKILL to a stalled daemon on this host. A single pass runs in a user's shell; the epoch fences it."""
     if holder is None or not holder.lives or holder.once:
         return
     try:
@@ -193,7 +193,7 @@ def _end(holder: Holder | None) -> None:
     except OSError:
         return
     try:
-        if holder.lives:  # the pid still belonged to it when it was opened
+        if holder.lives:  # the descriptor belongs to the holder, not to a later process with its pid
             signal.pidfd_send_signal(handle, signal.SIGKILL)
     except OSError:
         return
@@ -210,14 +210,14 @@ def host_file(store_path: Path, what: str, key: str, host: str = "") -> Path:
 log = logging.getLogger("orch.controller")
 
 AGAIN = 0.25
-"""Seconds between tries for the lease; the gaps between single passes are no longer than this."""
+"""Seconds between attempts to take the lease; the gaps between single passes may be as short."""
 SLACK = 15.0
 """Seconds beyond the lease's TTL for which a single pass waits to replace a stalled controller."""
 
 
 @contextmanager
 def single_waiter(store_path: Path, key: str) -> Iterator[bool]:
-    """Yield whether this is the only process of this host waiting for the lease; each submit may start another."""
+    """Yield whether no other process on this host waits for the lease; each submit may start a process."""
     with host_file(store_path, "waits", key).open("ab") as waits:
         alone = _locks(waits)
         if not alone:
@@ -240,7 +240,7 @@ def _locks(file: BinaryIO) -> bool:
     except BlockingIOError:
         return False
     except OSError:
-        pass  # without locks there may be several waiters: one takes the lease, the others see it renewed
+        pass  # without locks several processes may wait: one takes the lease, and the others see it renewed
     return True
 
 
@@ -255,7 +255,7 @@ def acquire_once(store: "Store", observed: ObservedSince, key: str, patience: fl
 
 
 def wait_for_lease(store: "Store", observed: ObservedSince, key: str, stopping: Callable[[], bool]) -> Lease | None:
-    """Return the lease for a daemon; None if another controller shows signs of life or this one must stop."""
+    """Return the lease for a daemon; None if another controller is alive or this one must stop."""
     first = store.lease(key)
     while not stopping():
         lease = acquire(store, observed, time.time(), scheduler=key)
@@ -264,7 +264,7 @@ def wait_for_lease(store: "Store", observed: ObservedSince, key: str, stopping: 
         held = store.lease(key)
         state = displayed_state(held, time.time())
         renewed = held is not None and first is not None and held.renewed_at != first.renewed_at
-        # A single pass soon exits without a successor, so wait for it; wait for a stalled controller to expire too.
+        # Wait for a single pass to exit, since nothing follows it, and for a stalled controller's lease to expire.
         if not state.once and (renewed or (state.alive and state.process_seen)):
             log.info("another controller lives: %s", held.holder if held else "")
             return None

@@ -30,7 +30,7 @@ MIGRATIONS: Mapping[str, tuple[str, ...]] = {}
 
 
 def set_journal(path: Path, mode: str) -> None:
-    """Set the journal mode of the file; does nothing if the mode is already right."""
+    """Set the journal mode of the file, unless it already has that mode."""
     give_up = time.monotonic() + _PATIENCE
     while True:
         try:
@@ -38,7 +38,7 @@ def set_journal(path: Path, mode: str) -> None:
                 connection.execute(f"PRAGMA journal_mode = {mode}").fetchone()
             return
         except sqlite3.Error as error:
-            # Changing the mode needs exclusive access and does not wait for it, whatever the timeout.
+            # Changing the mode needs exclusive access, and SQLite does not wait for it, whatever the timeout.
             if not sqlite_errors.is_busy(error) or time.monotonic() > give_up:
                 raise sqlite_errors.explain(error, path) from error
             time.sleep(random.uniform(0.01, 0.1))
@@ -47,7 +47,7 @@ def set_journal(path: Path, mode: str) -> None:
 def upgrade(path: Path) -> None:
     """Run all missing migrations in one transaction, after a backup. Raises RegistryError.
 
-    If two processes arrive here, the second one waits for the lock and then finds the work done.
+    If two processes upgrade at the same time, the second one waits for the lock and then has nothing to do.
     """
     before = versions.read_version(path)
     if before is not None:
@@ -64,7 +64,7 @@ def upgrade(path: Path) -> None:
 
 
 def run_migrations(connection: sqlite3.Connection, present: str | None) -> None:
-    """Execute the statements of all versions after the present one, or create the tables in an empty file (None)."""
+    """Execute the statements of all versions after `present`; if it is None, create the tables in the empty file."""
     upgrades = (one for version, statements in MIGRATIONS.items() if version > (present or "") for one in statements)
     for statement in _CREATION if present is None else upgrades:
         connection.execute(statement)

@@ -45,7 +45,7 @@ _BEGUN, _GOING_ON = _TESTS.begun_at >= _SINCE, _TESTS.ended_at.is_(None)
 _PENDING = TABLES[UserRequest].c.answered_at.is_(None)
 _UNASSIGNED = (_RUNS.scheduler == "") & (_RUNS.cluster == bindparam("domain"))
 _DOMAIN_RUNS = select(_RUNS.name).where((_RUNS.scheduler == bindparam("domain")) | _UNASSIGNED)
-"""Names of one scheduler's runs; runs without a known scheduler match by kind."""
+"""Names of one scheduler's runs. Runs without a known scheduler match by kind."""
 _IN_DOMAIN = {kind: TABLES[kind].c.run.in_(_DOMAIN_RUNS) for kind in (Attempt, Generation, Notice)}
 _NO_TEST = ~exists().where(_TESTS.test == _RUNS.name)
 
@@ -56,7 +56,7 @@ class Reads(StoreOperations):
     def run(self, name: str) -> Run:
         """Return the run with this name or unique prefix, or the newest one (`@last`). Raises NotFound.
 
-        A restore test is found by its whole name, or by a prefix that matches only restore tests.
+        A restore test needs its whole name, or a prefix that matches only restore tests.
         """
         found = self.database.first(Run, name=name)
         return self.named_run(self._resolve_name(name)) if found is None else found
@@ -137,7 +137,7 @@ class Reads(StoreOperations):
         return self.database.find(Transition, run=run)
 
     def changes_after(self, number: int, since: float) -> list[tuple[int, str]]:
-        """Return numbers and run names of run state changes after `number`, since a time."""
+        """Return the numbers and runs of the changes of run state that are later than `number` and than a time."""
         change = TABLES[Transition].c
         wanted = (change.id > number) & (change.kind == "run") & (change.time >= since)
         return self.database.rows(select(change.id, change.run).where(wanted).order_by(change.id))
@@ -179,7 +179,7 @@ class Reads(StoreOperations):
         return next(iter(found), None) if scheduler is None else covering_lease(found, scheduler)
 
     def user_requests(self, pending: bool = True) -> list[UserRequest]:
-        """Return the requests of people, oldest first; with `pending` only unanswered ones."""
+        """Return the requests of users, oldest first; with `pending`, only unanswered ones."""
         return self.database.find(UserRequest, *((_PENDING,) if pending else ()))
 
     def cursors(self, run: str) -> dict[str, int]:
@@ -216,7 +216,7 @@ class Reads(StoreOperations):
         raise NotFound(f"no run {' '.join(name.split())}", hint=hint)
 
     def _names(self, condition: ColumnElement[bool], limit: int | None = None, **values: Any) -> list[str]:
-        """Return the names of the runs that meet a condition with these parameters, newest first."""
+        """Return the names of the runs that meet a condition, newest first; `values` are its parameters."""
         query = select(_RUNS.name).where(condition).order_by(_RUNS.id.desc()).limit(limit)
         return [name for (name,) in self.database.rows(query, values)]
 

@@ -21,7 +21,7 @@ class Run:
     step: int = 0
     loss: float | None = None
     not_before: float = 0.0  # no new attempt before this time
-    fresh_from: int = 1  # budgets count attempts from this number on (`orch resume` moves it)
+    fresh_from: int = 1  # budgets count from this attempt on (`orch resume` changes it)
     created_at: float = 0.0
     updated_at: float = 0.0
     identity: dict[str, Any] = field(default_factory=dict)  # code, environment, data
@@ -32,7 +32,7 @@ class Run:
 
     @property
     def domain(self) -> str:
-        """Namespace of its nodes: two clusters may have nodes with the same name."""
+        """Namespace of its nodes, because two clusters may have nodes with the same name."""
         return self.scheduler or self.cluster
 
 
@@ -52,7 +52,7 @@ class NewRun:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigText:
-    """Resolved config under the digest of its bytes; triggers refuse changes and deletion."""
+    """Resolved config, stored under the digest of its bytes. Triggers refuse changes and deletion."""
 
     digest: str
     data: str  # canonical JSON
@@ -85,8 +85,8 @@ class Attempt:
     generations: int = 0
     failure: dict[str, Any] | None = None  # trainer.protocol.failures.outcome.Failure as JSON
     decision: dict[str, Any] | None = None  # {action, reason}
-    scheduler: str = ""  # the run's at the start of this attempt
-    config_digest: str = ""  # likewise; for a smaller attempt the config derived from it
+    scheduler: str = ""  # the run's scheduler at the start of this attempt
+    config_digest: str = ""  # the run's config then; for a smaller attempt, the config derived from it
     smaller_world: dict[str, Any] | None = None  # {nodes, spare_nodes, of, of_spare_nodes, reason, base}, else None
 
     @property
@@ -97,7 +97,7 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """Call of sbatch for an attempt, numbered from 1 within it."""
+    """A call of sbatch for an attempt, numbered from 1 within the attempt."""
 
     run: str
     attempt: int
@@ -125,7 +125,7 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """Checkpoint folder of a run; `name` is the folder's name, `path` the place of its first commit."""
+    """Checkpoint folder of a run; `name` is the folder's name, `path` the location of its first commit."""
 
     run: str
     name: str
@@ -156,7 +156,7 @@ class RestoreTest:
     verdict: str = ""  # trainer.protocol.restore_test.Outcome; empty while it is running
     reason: str = ""
     evidence: dict[str, Any] = field(default_factory=dict)
-    forced: bool = False  # requested by a person: no schedule, no budget
+    forced: bool = False  # requested by a person, regardless of schedule and budget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,22 +186,22 @@ class Transition:
 
 @dataclass(frozen=True, kw_only=True)
 class Notice:
-    """Event of an attempt kept for people: an incident, a straggler, a skipped batch, a spare used."""
+    """Event of an attempt that is kept for users: an incident, a straggler, a skipped batch, a used spare."""
 
     run: str
     attempt: int
-    source: str  # with `seq` the event's identity within the attempt
+    source: str  # identifies the event within the attempt, together with `seq`
     seq: int
     kind: str  # trainer.protocol.events.EventKind
     generation: int
     time: float
-    node: str = ""  # node concerned
-    data: dict[str, Any] = field(default_factory=dict)  # the event's own
+    node: str = ""  # node that the event is about
+    data: dict[str, Any] = field(default_factory=dict)  # from the event
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """Node that an attempt has run on."""
+    """Node on which an attempt has run, or that was excluded."""
 
     name: str
     cluster: str
@@ -224,12 +224,12 @@ PERSON, ORCH = "person", "orch"
 BY_PERSON = "excluded by "
 """Prefix of the reason of a person's exclusion, followed by the person and the cause."""
 UNTIL_RELEASED = 32503680000.0
-"""End of an exclusion without an end: the year 3000."""
+"""End of an exclusion without a time limit: the year 3000."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lease:
-    """Lease of a controller, which may act under this epoch."""
+    """Lease of a controller, which acts under this epoch."""
 
     epoch: int
     holder: str  # host/space:pid:start time (orchestrator.registry.lease.Holder)

@@ -1,4 +1,4 @@
-"""Record of a run: a copy of its rows in its run directory, so that nothing is lost with the registry."""
+"""Record of a run: a copy of its rows in its run directory, in case the registry is lost."""
 
 import logging
 import math
@@ -30,7 +30,7 @@ from trainer.protocol.run_dir import RunDir
 
 SCHEMA = "orch.record/1"
 DELETED_KEPT = 100
-"""Maximum deleted checkpoints in a record, newest first; a run of months deletes thousands."""
+"""Maximum number of deleted checkpoints in a record. A long run deletes thousands; the newest are kept."""
 _YEAR_3000 = 32_503_680_000
 """Seconds since the epoch."""
 log = logging.getLogger("orch.registry")
@@ -51,7 +51,7 @@ class RunRecord:
     transitions: tuple[Transition, ...]
     nodes: tuple[Node, ...]
     cursors: dict[str, int]
-    registry: str = ""  # file that this was copied from
+    registry: str = ""  # file from which it was copied
     changes: int = 0  # number of transitions, including omitted ones
 
     def encode(self) -> bytes:
@@ -76,7 +76,7 @@ class RunRecord:
 
 
 def _fields(value: Any) -> Any:
-    """Return `dataclasses.asdict` without deep copies, because a record is written with every change."""
+    """Return `dataclasses.asdict` without deep copies, because a record is written after every change."""
     if is_dataclass(value):
         return {name: _fields(inner) for name, inner in vars(value).items()}
     return [_fields(item) for item in value] if isinstance(value, tuple) else value
@@ -93,7 +93,7 @@ def _impossible(value: Any, name: str = "") -> str:
 
 
 def load_record(store: Reads, name: str) -> RunRecord:
-    """Return the record of a run's present rows."""
+    """Return the record of a run from its present rows."""
     return store.database.read(lambda: _load_record(store, name))
 
 
@@ -127,7 +127,7 @@ def _long_deleted(checkpoints: Iterable[Checkpoint]) -> set[str]:
 
 def write_record(folder: RunDir, record: RunRecord) -> int:
     """Update the record of one run; return the number of bytes written. Raises OSError."""
-    # The controller creates the folder after the run's row; a later state change finds it.
+    # The folder is created after the run's row; a later change of state writes the record.
     if not folder.run.exists() or _is_behind(record, folder.record):
         return 0
     data = record.encode()
@@ -141,7 +141,7 @@ def write_records(
     write: Callable[[RunDir, RunRecord], object] = write_record,
     missed: Callable[[str], None] = log.warning,
 ) -> None:
-    """Update the records of these runs; an unwritable folder only lacks this copy.
+    """Update the records of these runs. An unwritable folder only lacks its copy.
 
     `missed` is called with a message for each such folder.
     """
@@ -165,7 +165,7 @@ def is_other_registry(named: str, registry: Path) -> bool:
 
 
 def _is_behind(record: RunRecord, path: Path) -> bool:
-    """Return whether a newer record exists, by a faster process or by another registry that drives the run."""
+    """Return whether a newer record exists, from a faster process or from another registry that drives the run."""
     try:
         known: Any = read_json(path)
         theirs = {(one["number"], one["nonce"]) for one in known["attempts"]}

@@ -1,7 +1,7 @@
-"""Messages for SQLite's errors, and the test for errors worth a retry.
+"""Messages for SQLite's errors, and detection of errors worth a retry.
 
 WARNING: a process that may have the registry open must not open its file itself. Closing any descriptor of a file drops
-all POSIX locks of the process on it, SQLite's included (sqlite.org/howtocorrupt.html, 2.2).
+all POSIX locks of the process on it, including SQLite's (sqlite.org/howtocorrupt.html, 2.2).
 """
 
 import os
@@ -34,7 +34,7 @@ _MEANINGS = {
 
 
 class ForeignDatabase(RegistryError):
-    """Error of a database that belongs to another program."""
+    """Refusal of a database that belongs to another program."""
 
 
 def code(error: BaseException | None) -> int:
@@ -81,7 +81,7 @@ def _is_writable(path: Path) -> bool:
 def log_without_place(path: Path) -> str:
     """Return why a registry cannot keep its write-ahead log next to itself; "" if SQLite can read it.
 
-    SQLite needs to write there even for reading, and does not report that.
+    SQLite must write there even to read, and does not report that it cannot.
     """
     try:
         mounted_readonly = os.statvfs(path.parent).f_flag & os.ST_RDONLY
@@ -113,7 +113,7 @@ def _access_error(path: Path) -> RegistryError | None:
 
 
 def foreign(path: Path) -> ForeignDatabase:
-    """Return the refusal of a database that belongs to another program."""
+    """Return the error for a database that belongs to another program."""
     return ForeignDatabase(
         "the file is a database, but not a registry of orch",
         where=str(path),

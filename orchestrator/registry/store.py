@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Store(ControllerWrites):
-    """Open registry. Each write is one durable transaction, retried while another process writes."""
+    """An open registry. Each write is one durable transaction, which is retried while another process writes."""
 
     @classmethod
     def open(cls, path: Path, *, readonly: bool = False) -> Self:
@@ -40,7 +40,7 @@ class Store(ControllerWrites):
         return self.database.path
 
     def together(self, work: Callable[[], T]) -> T:
-        """Run several methods as one transaction; `work` must be repeatable, since a busy registry runs it again."""
+        """Run several methods as one transaction. `work` must be repeatable, because a busy registry runs it again."""
         return self.database.write(work)
 
     def close(self) -> None:

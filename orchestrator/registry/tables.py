@@ -73,9 +73,9 @@ _LAYOUT: Mapping[type[Any], tuple[str, str, str, _Columns]] = {
     records.UserRequest: ("asks", "id", "run -> runs.name", lambda row: (row.id,)),
     records.EventCursor: ("cursors", "run file", "run -> runs.name", lambda row: (row.run, row.file)),
 }  # fmt: skip
-"""Name, primary key, foreign key and order of each record's table; referred tables come first.
+"""Name, primary key, foreign key and order of each record's table. Referenced tables come first.
 
-A key `id` that the record lacks is SQLite's row number, which grows with time.
+A primary key `id` that is not a field of the record is SQLite's row number, which grows with time.
 """
 _UNIQUE = (("runs", "name"), ("attempts", "job_name"), ("lease", "scheduler"))
 _INDEXES = (
@@ -95,7 +95,7 @@ def field_names(kind: type[Any]) -> tuple[str, ...]:
 
 
 _METADATA, _DIALECT = sqlalchemy.MetaData(), SQLiteDialect_pysqlite(paramstyle="named")
-_TYPES: Mapping[Any, type[TypeEngine[Any]]] = {int: Integer, bool: Integer, float: Float}  # Text for all others
+_TYPES: Mapping[Any, type[TypeEngine[Any]]] = {int: Integer, bool: Integer, float: Float}  # all others are Text
 
 
 def _is_optional(kind: Any) -> bool:
@@ -136,7 +136,7 @@ def create_statements() -> Iterator[str]:
 
 @_build_once
 def selection(kind: type[Any], where: tuple[ColumnElement[bool], ...], *keys: str) -> Select[Any]:
-    """Return the statement that reads up to `limit` rows with these values that meet the conditions, in their order."""
+    """Return the statement that reads, in order, up to `limit` rows that have these keys and meet the conditions."""
     row = TABLES[kind].c
     query = sqlalchemy.select(*(row[name] for name in field_names(kind))).where(*where, *_equal(kind, keys))
     return query.order_by(*_LAYOUT[kind][-1](row)).limit(bindparam("limit"))
@@ -144,7 +144,7 @@ def selection(kind: type[Any], where: tuple[ColumnElement[bool], ...], *keys: st
 
 @_build_once
 def insertion(kind: type[Any], *, keep_existing: bool = False) -> Insert:
-    """Return the statement that inserts a row; `keep_existing`: or does nothing."""
+    """Return the statement that inserts a row; with `keep_existing`, an existing row stays as it is."""
     statement = Insert(TABLES[kind]).inline()  # without RETURNING
     return statement.on_conflict_do_nothing() if keep_existing else statement
 
@@ -159,13 +159,13 @@ def replacement(kind: type[Any], *keys: str) -> Insert:
 
 @_build_once
 def alteration(kind: type[Any], *keys: str) -> Update:
-    """Return the statement that changes the rows with these values, given as parameters `of_KEY`."""
+    """Return the statement that changes the rows with these keys, whose values are the parameters `of_KEY`."""
     return TABLES[kind].update().where(*_equal(kind, keys, "of_"))
 
 
 @_build_once
 def deletion(kind: type[Any], *keys: str) -> sqlalchemy.Delete:
-    """Return the statement that deletes the rows with these values."""
+    """Return the statement that deletes the rows with these keys."""
     return TABLES[kind].delete().where(*_equal(kind, keys))
 
 
@@ -200,7 +200,7 @@ _DECODERS: Mapping[Any, Callable[[Any], Any]] = {
 
 
 def _decoder(kind: Any) -> Callable[[Any], Any] | None:
-    """Return the function that decodes values other than NULL of a field; None if they are stored unchanged."""
+    """Return the function that decodes a field's values other than NULL; None if they are stored unchanged."""
     kind = _plain_type(kind)
     return kind if issubclass(kind, StrEnum) else _DECODERS.get(kind)
 
@@ -212,7 +212,7 @@ def _decoders(kind: type[Any]) -> list[tuple[str, Callable[[Any], Any]]]:
 
 
 def make_record(kind: type[R], row: tuple[Any, ...]) -> R:
-    """Return the record of a row that `selection` read."""
+    """Return the record for a row that `selection` has read."""
     values = dict(zip(field_names(kind), row, strict=True))
     for name, decode in _decoders(kind):
         if values[name] is not None:

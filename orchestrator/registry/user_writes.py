@@ -21,12 +21,12 @@ class Removal(StrEnum):
     """Progress of a run's removal."""
 
     NONE = ""
-    BEGUN = "begun"  # nothing of it may be resumed or tested any more
-    SET_ASIDE = "set aside"  # its folder has been renamed; its remains have the new name
+    BEGUN = "begun"  # the run can no longer be resumed or tested
+    SET_ASIDE = "set aside"  # its folder has been renamed, and its remaining files are under the new name
 
 
 class UserWrites(Reads):
-    """Writes that need no lease: they decide nothing, or concern an ended run, which has no controller."""
+    """Writes that need no lease: they decide nothing, or change an ended run, which has no controller."""
 
     @writes
     def put_config(self, data: dict[str, Any]) -> str:
@@ -38,7 +38,7 @@ class UserWrites(Reads):
 
     @writes
     def put_restore_test(self, test: RestoreTest) -> None:
-        """Record that a run is a restore test, in one transaction with its `create_run`.
+        """Record that a run is a restore test, in the same transaction as its `create_run`.
 
         Raises Precondition for a test of a run that is being removed.
         """
@@ -48,7 +48,7 @@ class UserWrites(Reads):
 
     def free_name(self, slug: str, root: Path) -> str:
         """Return the name of the next run with this slug."""
-        # The range matches an index ("." follows "-"); names with another tail belong to other slugs.
+        # The range uses an index ("." follows "-"). A name without a number at its end has another slug.
         name = TABLES[Run].c.name
         tail = func.substr(name, len(slug) + 2)
         own = name.between(f"{slug}-", f"{slug}.") & (tail != "") & ~tail.op("GLOB")("*[^0-9]*")
@@ -62,8 +62,8 @@ class UserWrites(Reads):
     def create_run(self, new: NewRun, *, now: float, nonce: str) -> tuple[Run, Attempt]:
         """Create a run `<slug>-<n>` (CREATED) with the intent of its first attempt.
 
-        `n` is one more than the highest number of that slug here, and skips existing folders in its root, so that a
-        lost registry or a second user of the same root never causes a duplicate name.
+        `n` is one more than the slug's highest number in this registry. It skips folders that exist in the root, so
+        that a lost registry or a second user of the root never causes a duplicate name.
         """
         name = self.free_name(new.slug, new.root)
         run = Run(
@@ -81,7 +81,7 @@ class UserWrites(Reads):
         """Add and remove tags of a run; return its tags."""
         tags = tuple(sorted(({*self.named_run(run).tags} | {*added}) - {*removed}))
         self.database.update(Run, {"tags": tags}, name=run)
-        self.database.touch(run)  # its record contains them too
+        self.database.touch(run)  # its record contains the tags too
         return tags
 
     @writes
@@ -103,12 +103,12 @@ class UserWrites(Reads):
 
     @writes
     def note_set_aside(self, run: str) -> None:
-        """Record that a run's folder was renamed; from now on it counts as gone, not hidden."""
+        """Record that a run's folder was renamed, so that it counts as gone, not hidden."""
         self.database.update(Run, {"removal": Removal.SET_ASIDE}, name=run)
 
     @writes
     def delete_run(self, run: str) -> None:
-        """Delete every row of a run whose removal was begun."""
+        """Delete every row of a run whose removal has begun."""
         assert self.named_run(run).removal, f"the removal of {run} was not begun"
         self.database.delete(RestoreTest, test=run)
         for kind in reversed(TABLES):  # referring tables first
@@ -141,7 +141,7 @@ class UserWrites(Reads):
 
 def require_removable(run: Run, attempts: Sequence[Attempt], tests: Sequence[str]) -> None:
     """Raise Precondition if a run is or may be alive, or if `tests` of it are in progress."""
-    # In an ended run, a LOST attempt never comes back.
+    # A LOST attempt of an ended run never comes back.
     lost = attempts[-1].state is AttemptState.LOST and run.state not in ENDED_RUNS
     if run.state in LIVE_RUNS or lost or any(attempt.state in LIVE_ATTEMPTS for attempt in attempts):
         raise Precondition(

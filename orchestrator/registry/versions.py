@@ -1,4 +1,4 @@
-"""Versions of the registry's tables: reading and refusal."""
+"""Versions of the registry's tables, and refusal of unknown ones."""
 
 import sqlite3
 from contextlib import closing
@@ -8,7 +8,7 @@ from orchestrator.errors import RegistryError
 from orchestrator.registry import sqlite_errors
 
 OLDEST, HEAD = "0009", "0009"
-"""Oldest version that can be upgraded, and the version of the tables that this program reads."""
+"""Oldest version that can be upgraded, and the version that this program reads."""
 
 
 def connect_readonly(path: Path) -> sqlite3.Connection:
@@ -43,7 +43,7 @@ def find_version(connection: sqlite3.Connection, path: Path) -> str | None:
 
 
 def require_known(version: str | None, path: Path) -> None:
-    """Raise RegistryError for a registry that this program can neither read nor upgrade; None means an empty one."""
+    """Raise RegistryError for a registry that this program can neither read nor upgrade; None is an empty registry."""
     if version is None or OLDEST <= version <= HEAD:
         return
     if version < OLDEST:
@@ -56,7 +56,7 @@ def require_known(version: str | None, path: Path) -> None:
 
 
 def require_head(version: str | None, path: Path) -> None:
-    """Raise RegistryError for a registry that this program cannot read without an upgrade; None means an empty one."""
+    """Raise RegistryError for a registry that needs an upgrade or is unknown; None is an empty registry."""
     require_known(version, path)
     if version not in (None, HEAD):
         what = f"the registry has the older version {version}, this orch reads {HEAD}"

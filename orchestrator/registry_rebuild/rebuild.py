@@ -1,4 +1,4 @@
-"""Rebuild of a registry from run directories: each run's record, and its jobs' newer or only files."""
+"""Rebuild of a registry from run directories: each run's record, and whatever its jobs' files add to it."""
 
 import logging
 import os
@@ -66,9 +66,9 @@ def rebuild(
 ) -> int:
     """Rebuild the registry from the run directories below `roots`; return the number of runs.
 
-    An existing registry is renamed to `<name>.<time>.old`, and `on_aside` is called with that path. Raises
-    RegistryError, without changes, while a controller of this registry or of another one with one of the runs is alive,
-    and if two folders belong to the same run name. Unreadable folders are logged.
+    An existing registry is renamed to `<name>.<time>.old`, and `on_aside` is called with that path. Unreadable folders
+    are logged. Raises RegistryError, without changing anything, if two folders have the same run name, or if a
+    controller of this registry, or of another registry that serves one of the runs, is alive.
     """
     now = time.time() if now is None else now
     _refuse_foreign(store_path)
@@ -116,7 +116,7 @@ def _refuse_while_served(path: Path, now: float) -> None:
 
 
 def _refuse_runs_of_others(found: list[ImportableRun], path: Path, now: float) -> None:
-    """Raise RegistryError if another registry's controller serves a run; two controllers would act on it unaware."""
+    """Raise RegistryError if another registry's controller serves a run; otherwise two controllers would serve it."""
     for item in found:
         if (other := find_serving_registry(item.record, path, now)) is not None:
             raise RegistryError(other.what, where=str(item.folder.path), hint=other.hint)
@@ -152,7 +152,7 @@ def _find_importable_runs(roots: Sequence[Path], known: KnownConfig) -> Iterator
         for path in folders:
             try:
                 if (path / "run.json").is_file() and not path.name.startswith("."):
-                    check_private(path)  # name and nonce are public, so any user could have made such a folder
+                    check_private(path)  # name and nonce are public, so any user could have created such a folder
                     with only_own_files():
                         found = _read(RunDir(path), known)
                     yield found
@@ -185,7 +185,7 @@ def _read(folder: RunDir, known: KnownConfig) -> ImportableRun:
 
 
 def _with_submission(record: RunRecord, folder: RunDir) -> RunRecord:
-    """Mark the newest attempt as submitted if its folder proves that and the record missed that change."""
+    """Mark the newest attempt as submitted if the record lacks that change and the folder proves it."""
     last, place = record.attempts[-1], folder.attempt(record.attempts[-1].number)
     left = (place.submission, place.logs, place.events, place.outcomes)
     begun = place.go.exists() or place.heartbeat.exists() or any(any(one.iterdir()) for one in left if one.is_dir())
@@ -195,7 +195,7 @@ def _with_submission(record: RunRecord, folder: RunDir) -> RunRecord:
 
 
 def _with_configs(folder: RunDir, record: RunRecord, submitted: dict[str, Any], *, recorded: bool) -> ImportableRun:
-    """Return each attempt with the config from its folder; a change without an attempt is lost."""
+    """Return each attempt with the config from its folder. A change that no attempt has used is lost."""
     configs: dict[str, dict[str, Any]] = {}
 
     def add_config(file: Path) -> str:
@@ -207,7 +207,7 @@ def _with_configs(folder: RunDir, record: RunRecord, submitted: dict[str, Any], 
 
     def with_config(attempt: Attempt) -> Attempt:
         number = attempt.number
-        # An attempt that has not begun has no file yet; it has the run's config.
+        # An attempt that has not begun has no config file yet, and uses the run's config.
         if number > 1 and not (folder.attempt(number).path / "intent.json").exists():
             return replace(attempt, config_digest=add_config(folder.attempt_run_config(number - 1)), smaller_world=None)
         own, base = add_config(folder.attempt_config(number)), add_config(folder.attempt_run_config(number))
@@ -230,7 +230,7 @@ def _with_configs(folder: RunDir, record: RunRecord, submitted: dict[str, Any], 
 
 
 def _relocate_record(record: RunRecord, folder: RunDir) -> RunRecord:
-    """Return the record with the folder's present path; file systems move, and folders are copied."""
+    """Return the record with the folder's present path, because folders are moved and copied."""
     if Path(record.run.run_dir) == folder.path:
         return record
     here = str(folder.checkpoints)
@@ -248,7 +248,7 @@ def _relocate_record(record: RunRecord, folder: RunDir) -> RunRecord:
 
 def _fill(store: Store, found: list[ImportableRun], now: float) -> None:
     epoch = max((_epoch(item) for item in found), default=0)
-    # The next holder's epoch is above those of all holders before the loss of the registry.
+    # The next holder's epoch must be higher than all epochs before the loss of the registry.
     lost = Lease(epoch=epoch, holder=NO_HOLDER, renewed_at=0.0, expires_at=0.0)
     store.together(lambda: store.database.put(lost))
     lease = store.take_lease(HOLDER, now, 3600.0)
@@ -286,12 +286,12 @@ def _put_record(database: Database, record: RunRecord) -> None:
 def _epoch(item: ImportableRun) -> int:
     epochs = [attempt.epoch for attempt in item.record.attempts]
     tokens = [_read_or_none(LaunchToken.read, place.go) for place in item.folder.all_attempts()]
-    epochs += [token.epoch for token in tokens if token is not None]  # None: never launched, or fenced since
+    epochs += [token.epoch for token in tokens if token is not None]  # None: never launched, or fenced
     return max(epochs, default=0)
 
 
 def _catch_up(store: Store, item: ImportableRun, epoch: int, now: float) -> None:
-    """Import the jobs' output since the record, then compare the checkpoints with the disk."""
+    """Import what the jobs have written since the record, then compare the checkpoints with the disk."""
     attempts = item.record.attempts
     for count in range(1, len(attempts) + 1):
         view = ControlledRun(run=item.record.run, attempts=attempts[:count], config=item.config)
@@ -313,7 +313,7 @@ def _check_against_disk(store: Store, item: ImportableRun, epoch: int, now: floa
         log.warning("%s: its checkpoints in %s keep their recorded state: %s", folder.path, path, error)
     seen = of_run(entries, item.record.run, item.record.attempts)
     on_disk = {entry.name: entry for entry in seen}
-    # Nodes' local disks and unreadable tiers cannot be checked from here.
+    # Local disks of nodes and unreadable tiers cannot be checked from here.
     own = set() if str(folder.checkpoints.absolute()) in unread else {""}
     looked = own | {place.path for place in places if place.path not in unread}
     known = {row.name: row for row in store.checkpoints(name)}
@@ -347,7 +347,7 @@ def _remove(draft: Path) -> None:
 
 
 FRESH = 120.0
-"""Seconds for which a heartbeat proves that the job is alive."""
+"""Age in seconds up to which a heartbeat proves that the job is alive."""
 
 
 def salvage(folder: RunDir, run: dict[str, Any], now: float | None = None) -> RunRecord:
@@ -391,7 +391,7 @@ def _salvage_attempt(run: str, place: AttemptDir, *, newest: bool) -> Attempt:
     if outcome is not None:
         state = AttemptState.ENDED
     elif not newest:
-        state = AttemptState.LOST  # a later attempt was allowed, so this one had ended
+        state = AttemptState.LOST  # a later attempt was allowed, so this one is over
     elif job_id:
         state = AttemptState.RUNNING if started else AttemptState.SUBMITTED
     else:
@@ -407,7 +407,7 @@ def _salvage_attempt(run: str, place: AttemptDir, *, newest: bool) -> Attempt:
         job_id=str(job_id) if job_id else None,
         excluded=tuple(intent["excluded"]),
         intent_at=float(intent["at"]),
-        # It may have been submitted just after its intent: look-ups decide, as for any ambiguous submit.
+        # It may have been submitted just after its intent, so look-ups decide, as for any ambiguous submission.
         submitted_at=float(intent["at"]),
         started_at=outcome.started_at if outcome else started.time if started else None,
         ended_at=outcome.ended_at if outcome else None,
@@ -418,7 +418,7 @@ def _salvage_attempt(run: str, place: AttemptDir, *, newest: bool) -> Attempt:
 
 
 def _run_state(last: Attempt, place: AttemptDir, now: float) -> tuple[RunState, str]:
-    """Return the run's state: only a finished run and a live job are certain; otherwise a person must decide."""
+    """Return the run's state. Only a finished run and a live job are certain; otherwise a person must decide."""
     outcome = _read_or_none(AttemptOutcome.read, place.outcome)
     if outcome is not None and outcome.result is AttemptResult.FINISHED:
         return RunState.SUCCEEDED, outcome.reason

@@ -24,14 +24,14 @@ log = logging.getLogger("orch.controller")
 LOOK_EVERY = 30.0
 """Seconds between checks for due tests."""
 RECENT = 7 * 86400.0
-"""Seconds after its end in which a run is still tested; later tests need a user's request."""
+"""Seconds after its end for which a run is still tested. Later tests need a user's request."""
 _UNUSABLE = (OrchError, OSError, ValueError, TypeError, KeyError, ImportError)
 """Errors from one run's configuration or folder; they must not affect other runs."""
 
 
 @dataclass
 class RestoreTests:
-    """Restore tests of one controller's runs; keeps no state that a successor would need."""
+    """Restore tests of one controller's runs, without state that a successor would need."""
 
     store: Store
     files: Files
@@ -46,7 +46,7 @@ class RestoreTests:
         self.configs = RunConfigs(self.store)
 
     def run(self, epoch: int, now: float, *, look: bool = False, force: bool = False) -> list[str]:
-        """End finished tests and start due ones; return one line each. `look`: ignore LOOK_EVERY.
+        """Close finished tests and start due ones; return one line each. `look`: ignore LOOK_EVERY.
 
         `force`: ignore budgets and schedules for runs with a testable checkpoint. Raises Fenced, RegistryError.
         """
@@ -80,7 +80,7 @@ class RestoreTests:
         return RestoreTestRequest(checkpoint=checkpoint, layout=due.layout, forced=forced)
 
     def due(self, now: float, *, force: bool = False) -> list[Due]:
-        """Return the next test of every run, earliest first; tests beyond `max_parallel` are refused."""
+        """Return the next test of every run, earliest first. Tests in excess of `max_parallel` are refused."""
         found: list[Due] = []
         most = 1
         for run in self._candidates(now, force):
@@ -102,7 +102,7 @@ class RestoreTests:
         return self._within_limits(found, most, now)
 
     def _within_limits(self, found: list[Due], most: int, now: float) -> list[Due]:
-        """Refuse tests beyond the highest `max_parallel` of the runs; a test that cannot start takes no slot."""
+        """Refuse tests in excess of the runs' highest `max_parallel`. A test that cannot start takes no slot."""
         under_way = len(self.store.restore_tests(going_on=True))
         room, limited = most - under_way, []
         waits = f"{under_way} in progress, the limit is {most} (restore_tests.max_parallel)"
@@ -161,7 +161,7 @@ class RestoreTests:
         )
 
     def _reachable(self, run: Run, config: RunConfig) -> list[Checkpoint]:
-        """Return the checkpoints with a copy that every node can read; `choose_copy` selects the copy."""
+        """Return the checkpoints that have a copy every node can read. `choose_copy` selects the copy."""
         rows = [row for row in self.store.checkpoints(run.name) if row.trust is not Trust.DELETED]
         if config.command or not (rows and config.checkpoint.tiers):
             return rows

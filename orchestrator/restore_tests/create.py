@@ -1,4 +1,4 @@
-"""Create a restore test as a separate run, and write its marks beside the checkpoints.
+"""Create a restore test as a separate run, and write its marks next to the checkpoints.
 
 The controller writes these marks; the test itself writes none.
 """
@@ -60,10 +60,10 @@ def release(run: Run, test: RestoreTest) -> None:
 
 
 def write_verdict(run: Run, test: RestoreTest, place: str, outcome: Outcome, reason: str, now: float) -> None:
-    """Write the verdict beside the checkpoints for retention, and drop verdicts on deleted copies. Raises OSError."""
+    """Write the verdict next to the checkpoints, for retention; drop verdicts on deleted copies. Raises OSError."""
     if outcome in UNDECIDED or not _is_ours(test):
         return
-    if outcome is Outcome.SUSPECT:  # its bytes are intact, but the proof has expired
+    if outcome is Outcome.SUSPECT:  # its bytes are intact, but an earlier proof no longer holds
         withdraw(_own(run), test.checkpoint, place)
         return
     good = outcome is Outcome.RESTORED
@@ -76,12 +76,12 @@ def write_verdict(run: Run, test: RestoreTest, place: str, outcome: Outcome, rea
 
 
 def _is_ours(test: RestoreTest) -> bool:
-    """Return whether orch wrote the checkpoint and may delete it; a user program's checkpoints are left alone."""
+    """Return whether orch wrote the checkpoint and may delete it. Checkpoints of a user's program are not touched."""
     return parse_name(test.checkpoint) is not None
 
 
 def _own(run: Run) -> LocalStorage:
-    """Return the run's checkpoint storage. Raises FileNotFoundError if it is missing: it must not be recreated."""
+    """Return the run's checkpoint storage. Raises FileNotFoundError if it is missing; it must not be recreated."""
     folder = RunDir(Path(run.run_dir)).checkpoints
     if not folder.is_dir():
         raise FileNotFoundError(errno.ENOENT, "the run's folder is not there", str(folder))
@@ -89,7 +89,10 @@ def _own(run: Run) -> LocalStorage:
 
 
 LEAST_MINUTES = 30
-"""Time limit for a small checkpoint, unless the run's limit is shorter or `restore_tests.cluster.time` is set."""
+"""Time limit in minutes for a small checkpoint.
+
+A shorter limit of the run, or `restore_tests.cluster.time`, takes precedence.
+"""
 BYTES_PER_MINUTE = 2 << 30
 """Checkpoint bytes per additional minute of time limit; a test reads them three times, at 100 MB/s or faster."""
 LOW_PRIORITY = 10000
@@ -112,7 +115,7 @@ class RestoreTestRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """Plan of a test: its config, the checkpoint's location, and the attempt that saved it."""
+    """Test plan: config, location of the checkpoint, and the attempt that saved it."""
 
     composed: Composed
     settings: RestoreTestsConfig
@@ -123,7 +126,7 @@ class _Plan:
 
 
 def check_test(store: Store, run: Run, asked: RestoreTestRequest) -> _Plan:
-    """Return the plan of a test. Raises the errors that `create_test` would raise, without writing anything."""
+    """Return the test plan without writing anything. Raises the same errors as `create_test`."""
     saved_by = _attempt(store, run, asked.checkpoint)
     config: RunConfig = build(RunConfig, store.config(run.config_digest))
     settings = config.restore_tests
@@ -178,7 +181,7 @@ def create_test(store: Store, run: Run, asked: RestoreTestRequest, now: float) -
 
     def write_test() -> RestoreTest:
         if not asked.forced and store.restore_tests(run.name, going_on=True):
-            # A controller that was paused must not repeat its successor's test.
+            # A controller that was suspended must not repeat its successor's test.
             hint = f"orch restore-tests history {run.name}"
             raise Precondition(f"a restore test of {run.name} is under way", where=run.name, hint=hint)
         store.put_config(composed.data)
@@ -194,7 +197,7 @@ def create_test(store: Store, run: Run, asked: RestoreTestRequest, now: float) -
 
 
 def _find_exact_test(tests: Iterable[RestoreTest], layout: str) -> str:
-    """Return the name of a test on this layout whose steps were identical to the run's; empty if there is none."""
+    """Return the name of a test on this layout whose steps were identical to the run's, or ""."""
     exact = (test for test in tests if test.layout == layout and test.evidence.get("exact"))
     good = (test for test in exact if test.verdict == Outcome.RESTORED and test.evidence.get("compared"))
     return next((test.test for test in good), "")
@@ -254,7 +257,7 @@ def _attempt(store: Store, run: Run, checkpoint: Checkpoint) -> Attempt | None:
 def _compose_test(
     saved_with: dict[str, Any], run: Run, settings: RestoreTestsConfig, asked: RestoreTestRequest
 ) -> Composed:
-    """Return the config of the test: without saves, drills and retries, and with bounded hangs."""
+    """Return the test config: no saves, drills or retries, and limits on hangs."""
     data = recompose(saved_with, []).data
     data = {**copy.deepcopy(data), **with_layout(data, asked.layout)}
     data["name"] = f"{run.name[:NAME_ROOM]}-test"
@@ -287,7 +290,7 @@ def _compose_test(
 
 
 def _command(data: dict[str, Any], run: Run, settings: RestoreTestsConfig, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the config changes for a user's own program. Raises ConfigError if restore_tests.command is not set."""
+    """Return the config changes for a user's program. Raises ConfigError if `restore_tests.command` is not set."""
     if not settings.command:
         raise ConfigError(
             f"{run.name} runs your own program, and no command is set that restores its checkpoints",

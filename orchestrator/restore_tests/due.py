@@ -22,22 +22,22 @@ _BAD = frozenset({Trust.WRITING, Trust.SUSPECT, Trust.CORRUPT, Trust.DELETED})
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """Facts about one run for the schedule of its restore tests.
+    """Facts about one run for its restore test schedule.
 
-    `spent`: rank-seconds that its tests have used so far, without tests requested by a user.
+    `spent`: rank-seconds that its tests have used so far, except tests that a user requested.
     """
 
     run: Run
     config: RunConfig
     attempts: tuple[Attempt, ...]
-    checkpoints: tuple[Checkpoint, ...]  # newest first, only testable ones
+    checkpoints: tuple[Checkpoint, ...]  # testable ones, newest first
     tests: tuple[RestoreTest, ...]  # of this run, oldest first
     spent: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Due:
-    """Test due at `at` (seconds since the epoch); `refused`: why it does not start; empty if it does."""
+    """Test that is due at `at` (seconds since the epoch). `refused`: why it does not start; empty if it does."""
 
     run: str
     checkpoint: str
@@ -61,7 +61,7 @@ def next_test(facts: RunFacts, now: float, rng: Random) -> Due | None:
     if facts.config.command and not settings.command:
         return replace(found, refused="restore_tests.command is not set, and a user's own program needs it")
     if older is not None or found.at > now:
-        return found  # an older checkpoint is tested regardless of the budget, to find a good one
+        return found  # the search for a good older checkpoint ignores the budget
     return replace(found, refused=_over_budget(facts, found, now))
 
 
@@ -79,7 +79,7 @@ def _proven(facts: RunFacts) -> set[tuple[str, str]]:
 
 
 def _found_bad(facts: RunFacts) -> set[str]:
-    """Return the checkpoints whose newest verdict is bad; only a person can request another test."""
+    """Return the checkpoints whose newest verdict is bad. Only a user can request another test of them."""
     newest = {test.checkpoint: test.verdict for test in facts.tests if test.verdict not in UNDECIDED}
     return {name for name, verdict in newest.items() if verdict in FOUND_BAD}
 
@@ -91,7 +91,7 @@ def _lacking(facts: RunFacts, checkpoint: Checkpoint, known: Collection[tuple[st
 
 
 def _unproven(facts: RunFacts, checkpoint: Checkpoint) -> str:
-    """Return the first layout on which the checkpoint was not restored yet, or an empty string."""
+    """Return the first layout on which the checkpoint has not been restored yet, or an empty string."""
     return _lacking(facts, checkpoint, _proven(facts))
 
 
@@ -115,12 +115,12 @@ def _after_bad_verdict(facts: RunFacts) -> Due | None:
                 layout = last.layout if last.layout in facts.config.restore_tests.layouts else ""
                 layout = layout or facts.config.restore_tests.layouts[0]
                 return _due(facts, checkpoint, layout, f"step {last.step} was found {last.verdict}", last.ended_at)
-            return None  # an older one is known to be good
+            return None  # an older checkpoint is known to be good
     return None
 
 
 def _after_success(facts: RunFacts, now: float) -> Due | None:
-    """Return the only test of the last checkpoint after a run has succeeded."""
+    """Return the single test of a successful run's last checkpoint."""
     newest = facts.checkpoints[0]
     if facts.run.state is not RunState.SUCCEEDED or newest.trust in _BAD or newest.name in _found_bad(facts):
         return None
@@ -182,7 +182,7 @@ def _sample_checkpoint(facts: RunFacts, rng: Random) -> Checkpoint | None:
 
 
 def _back_off(facts: RunFacts, due: Due) -> Due:
-    """Postpone a test after unfinished tests, longer after each consecutive one."""
+    """Postpone a test after unfinished tests, by a longer time after each consecutive one."""
     in_a_row = 0
     for test in reversed(facts.tests):
         if test.verdict != Outcome.NOT_FINISHED:

@@ -1,4 +1,4 @@
-"""Record a restore test's result after its run has ended: trust, mark beside the checkpoint, notice to users."""
+"""Record a restore test's result after its run has ended: trust, mark next to the checkpoint, notice to users."""
 
 import logging
 from collections.abc import Callable
@@ -27,12 +27,12 @@ START_WITHIN, QUEUE_AT_MOST = HOUR, 24 * HOUR
 """Seconds after which a test is abandoned if it cannot be submitted, or if its job never starts."""
 _TRUST = {Outcome.RESTORED: Trust.RESTORED, Outcome.SUSPECT: Trust.SUSPECT, Outcome.CORRUPT: Trust.CORRUPT}
 _MARKS = (OSError, RunDirHangs, ImportError, ValueError)
-"""Errors that prevent a mark: a missing, full or hanging folder, or a store that cannot be opened here."""
+"""Errors that prevent a mark: a missing, full or hanging folder, or storage that cannot be opened here."""
 
 
 @dataclass
 class VerdictRecorder:
-    """Closes restore tests for the tested run's controller, the only process that may write that run's records."""
+    """Recorder of verdicts, for the tested run's controller, the only process that may write that run's records."""
 
     store: Store
     files: Files
@@ -62,7 +62,7 @@ class VerdictRecorder:
         return f"{test.test}: step {test.step} of {test.run} on {test.layout}: {found.outcome}, {found.reason}"
 
     def unpin_ended(self, since: float) -> None:
-        """Remove pins of tests that ended since then: a missing folder may be back, or a full disk may have space."""
+        """Remove the pins of tests that ended after `since`: a missing folder or space on a full disk may be back."""
         for test in self.store.restore_tests(since=since):
             if test.ended_at is None:
                 continue
@@ -79,7 +79,7 @@ class VerdictRecorder:
         return run if run.name == test.run else None
 
     def _too_late(self, run: Run, test: RestoreTest, now: float) -> str:
-        """Return why an unfinished test is abandoned, so that it does not delay others; empty if it is not."""
+        """Return why an unfinished test is abandoned so that it does not delay others; empty if it is not abandoned."""
         attempts = self.store.attempts(test.test)
         started = attempts[-1].started_at
         if started is not None:
@@ -100,19 +100,19 @@ class VerdictRecorder:
         reports = [notice.data for notice in self.store.notices(run.name) if notice.kind == EventKind.RESTORE_TESTED]
         if not reports:
             return RestoreVerdict(outcome=Outcome.NOT_FINISHED, reason=run.reason)
-        # Each rank of a user's own program reports separately: a bad checkpoint decides, then a missing verdict.
+        # Each rank of a user's program reports separately. A bad verdict decides, then a missing one.
         report = max(reports, key=lambda data: (data["verdict"] in FOUND_BAD, data["verdict"] != Outcome.RESTORED))
         outcome, reason = Outcome(report["verdict"]), str(report["reason"])
-        if outcome is Outcome.RESTORED and run.state is not RunState.SUCCEEDED:  # another rank ended earlier
+        if outcome is Outcome.RESTORED and run.state is not RunState.SUCCEEDED:  # another rank exited earlier
             outcome, reason = Outcome.NOT_FINISHED, run.reason
         return RestoreVerdict(outcome=outcome, reason=reason, evidence=dict(report["evidence"]))
 
     def _times(self, test: RestoreTest, evidence: dict[str, Any], now: float) -> dict[str, float]:
-        """Return the job's seconds, and those from its start to the first step, excluding verification."""
+        """Return the job's run time, and the time from its start to the first step without verification, in seconds."""
         attempts: list[Attempt] = self.store.attempts(test.test)
         found = {"seconds": trained_seconds(attempts, now)}
         first, verified = evidence.get("first_step_at"), evidence.get("verify_seconds")
-        # The controller polls, so it may see the job run later than its ranks started.
+        # The controller polls, so it may see the job running only after its ranks have started.
         began = [attempts[-1].started_at, *(item.started_at for item in self.store.generations(test.test))]
         known = [moment for moment in began if moment is not None]
         if isinstance(first, float) and known:
@@ -120,7 +120,7 @@ class VerdictRecorder:
         return found
 
     def _mark(self, source: Run, test: RestoreTest, found: RestoreVerdict, now: float) -> None:
-        """Write the verdict, then release the pin, so that retention always sees one of them."""
+        """Write the verdict, then release the pin, so that retention always sees one or the other."""
         if place := _place(found):
             try:
                 self.files.call(

@@ -20,13 +20,13 @@ T = TypeVar("T")
 
 PATIENCE = 5.0  # seconds to wait for one directory; doubled after a late answer, up to `LONGEST`
 LONGEST = 20.0
-HURRIED = 0.5  # seconds to wait for a directory on a file system where another already hangs
+HURRIED = 0.5  # seconds to wait for a directory on a file system where another one already hangs
 MOST_STUCK = 32  # maximum threads left behind on one file system; its other runs wait until a thread returns
 _SLICE = 1.0
 
 
 class RunDirHangs(OrchError):
-    """Raised if a run directory does not answer or is another user's; work begun there may still complete."""
+    """Raised if a run directory does not answer or is another user's. Work that has begun there may still finish."""
 
     exit_code = 4
 
@@ -35,12 +35,12 @@ class Files(Protocol):
     """Access to run directories."""
 
     def call(self, folder: Path, work: Callable[[], T], patience: float | None = None) -> T:
-        """Return the result of `work`, which touches files in `folder`; raises errors of `work`, or RunDirHangs."""
+        """Return the result of `work`, which touches files in `folder`; raises RunDirHangs, or what `work` raises."""
         ...
 
 
 class DirectFiles:
-    """Access without a timeout, for interactive programs."""
+    """Access without a timeout, for commands in a terminal."""
 
     def call(self, folder: Path, work: Callable[[], T], patience: float | None = None) -> T:
         try:
@@ -51,7 +51,7 @@ class DirectFiles:
 
 @dataclass(eq=False)
 class _Job:
-    """Work for a worker thread, with its result."""
+    """Work for a worker thread, and its result."""
 
     work: Callable[[], Any]
     began: float
@@ -80,7 +80,7 @@ def _start_worker() -> "queue.SimpleQueue[_Job | None]":
 
 
 class BoundedFiles:
-    """Access with a timeout; `between` is called every second during a wait and may raise."""
+    """Access with a timeout. `between` is called every second during a wait, and may raise."""
 
     def __init__(self, between: Callable[[], None] = lambda: None) -> None:
         self.between = between

@@ -14,7 +14,7 @@ from trainer.protocol.run_dir import AttemptDir, RunDir
 
 
 def stored_config(store: Store, digest: str) -> dict[str, Any]:
-    """Return a config from the registry. Raises ValueError for a damaged config, which affects only its run."""
+    """Return a config from the registry. Raises ValueError if it is damaged, which affects only its run."""
     try:
         return store.config(digest)
     except (RegistryError, NotFound) as error:
@@ -22,7 +22,7 @@ def stored_config(store: Store, digest: str) -> dict[str, Any]:
 
 
 class RunConfigs:
-    """Configs of the registry by digest, each parsed once; raises ValueError like `stored_config`."""
+    """Configs of the registry by digest, each parsed once. Raises ValueError as `stored_config` does."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

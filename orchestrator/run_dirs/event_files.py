@@ -21,7 +21,7 @@ METRICS_TAIL = 16 * 1024  # bytes at the end of the metrics file that always con
 
 @dataclass(frozen=True, kw_only=True)
 class KnownProgress:
-    """Newest trained step, its loss, and the last step reported by a user's own program (0: not reported).
+    """Newest trained step, its loss, and the last step that a user's own program reported (0: none).
 
     `saved`: the newest checkpoint according to the heartbeat, because ranks' commit events may be lost (0: unknown).
     """
@@ -33,7 +33,7 @@ class KnownProgress:
 
 
 def progress(place: AttemptDir) -> KnownProgress | None:
-    """Return the newest trained step and its loss from the metrics' last line, else from the heartbeat."""
+    """Return the newest trained step and its loss, from the last line of metrics or else from the heartbeat."""
     line, heartbeat = last_line(place.metrics), None
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         heartbeat = Heartbeat.read(place.heartbeat)
@@ -45,14 +45,14 @@ def progress(place: AttemptDir) -> KnownProgress | None:
         with suppress(KeyError, TypeError, ValueError):  # an invalid value
             loss = number(line["loss"]) if line.get("loss") is not None else None
         return KnownProgress(step=line["step"], loss=loss, saved=saved)
-    # Step 0 means that no rank has reported its step yet, not that the run is back at the beginning.
+    # Step 0 means that no rank has reported its step yet, not that the run has restarted.
     if heartbeat is None or not heartbeat.step:
         return None
     return KnownProgress(step=heartbeat.step, loss=heartbeat.loss, total=heartbeat.total_steps, saved=saved)
 
 
 def last_line(path: Path) -> dict[str, Any] | None:
-    """Return the last whole line of a JSON lines file; None if it has no whole line."""
+    """Return the last whole line of a JSON Lines file; None if it has none."""
     try:
         with open_regular(path) as stream:
             stream.seek(max(0, os.fstat(stream.fileno()).st_size - METRICS_TAIL))
@@ -75,7 +75,7 @@ class NewEvents:
 
 @dataclass(frozen=True, kw_only=True)
 class TierPaths:
-    """Facts from the file system, collected before the registry is locked, so that no transaction waits for a mount."""
+    """Tier paths, resolved before the registry is locked, so that no transaction waits for a mount."""
 
     first_tier: str  # tier in which checkpoints are committed; empty for the run's own folder
     real: Mapping[str, str]
@@ -90,7 +90,7 @@ def event_files(place: AttemptDir) -> list[Path]:
 
 
 def read_new_events(view: ControlledRun, path: Path, cursors: Mapping[str, int]) -> NewEvents | None:
-    """Return the new events of one file; foreign entries are skipped here and reported by `collect_evidence`."""
+    """Return the new events of one file. Foreign entries are skipped; `collect_evidence` reports them."""
     name = str(path.relative_to(view.folder.path))
     offset = cursors.get(name, 0)
     try:
@@ -119,7 +119,7 @@ def resolve_paths(view: ControlledRun, node: str, tiers: Iterable[str]) -> TierP
 
 
 def first_node(fresh: Sequence[NewEvents]) -> str:
-    """Return the leading node of an attempt whose start event is among the new events."""
+    """Return the first node of the attempt whose start event is among the new events, or `unknown`."""
     events = (event for one in fresh for event in one.events)
     nodes = (event.data.get("nodes") for event in events if event.kind == EventKind.ATTEMPT_STARTED)
     return str(next((names[0] for names in nodes if isinstance(names, list) and names), "unknown"))

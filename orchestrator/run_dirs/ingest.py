@@ -1,4 +1,4 @@
-"""Transfer of run directories into the registry: new events since the last pass, and the newest progress."""
+"""Import from run directories into the registry: new events since the last pass, and the newest progress."""
 
 import logging
 import os
@@ -43,7 +43,7 @@ def ingest(store: Store, view: ControlledRun, *, epoch: int, now: float, files: 
     files, place = files or DirectFiles(), view.attempt_dir
     names = files.call(view.folder.path, lambda: event_files(place))
     cursors = store.cursors(view.run.name)
-    # Files are read independently: a delay of one pass or a different order between files does no harm.
+    # Files are read independently. A delay of one pass, or a different order of files, does no harm.
     fresh = files.call(
         view.folder.path, lambda: [one for path in names if (one := read_new_events(view, path, cursors))]
     )
@@ -53,7 +53,7 @@ def ingest(store: Store, view: ControlledRun, *, epoch: int, now: float, files: 
         paths = files.call(view.folder.path, lambda: resolve_paths(view, node, tiers))
         for one in fresh:
             _apply(store, view, one, paths, epoch, now)
-        # The job deletes checkpoints after each commit; its nodes cannot see that a reader on this host has died.
+        # The job deletes checkpoints after each commit, but its nodes cannot tell if a reader on this host has died.
         if any(event.kind == EventKind.CHECKPOINT_COMMITTED for one in fresh for event in one.events):
             files.call(view.folder.path, lambda: remove_dead_readers(LocalStorage(view.folder.checkpoints)))
     known = files.call(view.folder.path, lambda: progress(place))
@@ -77,7 +77,7 @@ def _handle(writer: "_EventWriter") -> None:
     try:
         handler(writer)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        # Written by another version, or damaged: judge the run by everything readable.
+        # The event is damaged or from another version. Judge the run by all others.
         why = f"without {error}" if isinstance(error, KeyError) else str(error)
         log.warning("%s/%d: event %s cannot be read: %s", writer.run, writer.attempt, writer.event.kind, why)
         _notice(writer, "", unread=writer.event.kind, reason=why, kind=UNREADABLE_EVENT)
@@ -122,13 +122,13 @@ class _EventWriter:
         self.store.put_generation(replace(before, **changes), epoch=self.epoch)
 
     def is_drilled(self) -> bool:
-        """Return whether the configuration orders a fault in the event's generation."""
+        """Return whether the configuration requests a drill in the event's generation."""
         place = (self.attempt, self.event.generation)
         faults = ((each.attempt, each.generation) for each in self.view.config.drill.events)
         return any(all(wanted in (0, number) for wanted, number in zip(fault, place, strict=True)) for fault in faults)
 
     def known(self, name: str = "") -> Checkpoint | None:
-        """Return the row of the checkpoint with this name, by default the event's."""
+        """Return the row of the checkpoint with this name (default: the event's checkpoint)."""
         name = name or self.name
         rows = {item.name: item for item in self.store.checkpoints(self.run)}
         found = rows.get(name)
@@ -140,18 +140,18 @@ class _EventWriter:
         return next((item for item in back if item.trust is not Trust.DELETED), found)
 
     def doubt(self, item: Checkpoint | None, to: Trust, reason: str) -> None:
-        """Change the trust of a checkpoint if the table permits it."""
+        """Change the trust of a checkpoint if the table of transitions permits it."""
         if item is not None and item.trust != to and may_move(item.trust, to):
             self.store.trust(self.run, item.name, to, reason, epoch=self.epoch, now=self.now)
 
     def elsewhere(self) -> str:
-        """Return the event's tier if it differs from the tier of the commit; empty otherwise."""
+        """Return the event's tier if it is not the tier of the commit; otherwise empty."""
         tier, item = str(self.data.get("tier") or ""), self.known()
         home = "" if item is None else item.tier or str(self.view.folder.checkpoints)
         return tier if tier and not self.paths.same(tier, home) else ""
 
     def leave_home(self, trust: Trust, reason: str) -> None:
-        """Replace a checkpoint that is bad in its own tier by one of its copies; without copies, change its trust."""
+        """Replace a checkpoint that is bad in its own tier with one of its copies; without copies, change its trust."""
         item, name = self.known(), self.name
         copies = [copy for copy in self.store.copies(self.run) if copy.name == name]
         if item is None or item.trust is Trust.DELETED or not copies:
@@ -165,7 +165,7 @@ class _EventWriter:
 def _attempt_started(writer: _EventWriter) -> None:
     nodes = tuple(writer.data.get("nodes", ()))
     began = writer.data.get("began")  # nodes may join later
-    # A node's clock may be hours ahead, but the controller's clock sets the end, and the difference is the run time.
+    # A node's clock may be hours ahead, but the run time ends by the controller's clock.
     started = min(float(began) if began else writer.event.time, writer.now)
     writer.note(started_at=started, nodes=nodes)
     for node in nodes:
@@ -183,7 +183,7 @@ def _first_step(writer: _EventWriter) -> None:
         return
     step = writer.step
     writer.note(first_step=step)
-    # Another file of the attempt may have been read first; a later generation's resume is not the attempt's beginning.
+    # A later generation's resume, from a file that was read first, is not where the attempt began.
     if row.resumed_from is not None and row.resumed_from >= step:
         writer.note(resumed_from=None)
 
@@ -218,7 +218,7 @@ def _record_flush(writer: _EventWriter) -> None:
 
 
 def _record_suspicion(writer: _EventWriter) -> None:
-    """Mark checkpoints as suspect at the coordinator's request; ranks only report what they skipped because of it."""
+    """Mark checkpoints as suspect if the coordinator says so. Ranks only report which ones they skipped."""
     if writer.event.source.startswith("rank-"):
         return
     for item in writer.store.checkpoints(writer.run):
@@ -232,11 +232,11 @@ def _record_program_checkpoint(writer: _EventWriter) -> None:
     step, path = writer.step, str(writer.data["path"])
     anew = str(writer.data.get("anew") or "")
     new, known = bool(writer.data.get("new")), writer.known(anew) is not None
-    # An unreported checkpoint found at an attempt's start was written at the end of the previous attempt.
+    # A new checkpoint found at an attempt's start was written at the end of the previous attempt.
     written_by = writer.attempt if new or known else max(1, writer.attempt - 1)
     damage = str(writer.data.get("damage") or "")
     was = str(writer.data.get("was") or "")
-    # A sign of damage may be wrong, and the program may rewrite the file: only a set-aside checkpoint becomes CORRUPT.
+    # A sign of damage may be wrong, and the program may rewrite the file. CORRUPT only if it was set aside.
     checkpoint = Checkpoint(
         run=writer.run, name=writer.name, step=step, attempt=written_by,
         trust=Trust.CORRUPT if damage and was else Trust.COMMITTED,
@@ -274,19 +274,19 @@ def _record_restore(writer: _EventWriter) -> None:
     step = writer.step
     writer.generation(resumed_from=step, tier=str(writer.data.get("tier") or ""))
     row = writer.row()
-    # A later generation resumes from a state that the attempt has trained itself.
+    # A later generation resumes from a state that this attempt has trained.
     if row.resumed_from is None and (row.first_step is None or row.first_step > step):
         writer.note(resumed_from=step)
     if writer.data.get("tier") == MEMORY:
         return  # its bytes on the disk were not read
     known = writer.known()
     if known is not None and known.trust in (Trust.SUSPECT, Trust.CORRUPT):
-        return  # a resume reverses no verdict; only a restore test does
+        return  # only a restore test reverses a verdict, not a resume
     writer.doubt(writer.known(), Trust.RESTORED, f"attempt {writer.attempt} resumed from it")
 
 
 def _record_refusal(writer: _EventWriter) -> None:
-    if writer.elsewhere() != MEMORY and writer.data.get("damaged") is not False:  # else the disk has no known fault
+    if writer.elsewhere() != MEMORY and writer.data.get("damaged") is not False:  # else no disk fault is known
         reason = str(writer.data.get("reason", "refused"))
         _remove(writer, Trust.CORRUPT, f"attempt {writer.attempt} refused it: {reason}")
 
@@ -296,7 +296,7 @@ def _record_deletion(writer: _EventWriter) -> None:
 
 
 def _remove(writer: _EventWriter, trust: Trust, reason: str) -> None:
-    """Drop the event's copy if its tier is not the commit's, or replace the checkpoint in its own tier."""
+    """Drop the copy in the event's tier, or replace the checkpoint if that is the tier of its commit."""
     if tier := writer.elsewhere():
         writer.store.drop_copy(writer.run, writer.name, tier, epoch=writer.epoch)
     else:
@@ -318,7 +318,7 @@ def _notice(writer: _EventWriter, node: str | None = None, *, kind: str = "", **
 
 
 def _code_changed(writer: _EventWriter) -> None:
-    """Store a code change, accepted if the user resumed with this code and these packages."""
+    """Store a code change. It counts as accepted if the user resumed with this code and these packages."""
     known = CodeRecord.from_identity(writer.view.run.identity)
     files, packages = writer.data.get("files") or {}, writer.data.get("packages") or {}
     accepted = False
@@ -330,13 +330,13 @@ def _code_changed(writer: _EventWriter) -> None:
 
 
 def _preflight(writer: _EventWriter) -> None:
-    """Store a failed preflight under the node's name; an agent's index in the job has no meaning elsewhere."""
+    """Store a failed preflight under the node's name. An agent's index has no meaning outside the job."""
     if not writer.data["ok"]:
         _notice(writer, str(writer.data.get("name") or ""))
 
 
 def _spare_used(writer: _EventWriter) -> None:
-    """Store the loss of a node that a spare replaced; the attempt continues, so no failure will report the node."""
+    """Store the loss of a node that a spare replaced. The attempt continues, so no failure reports the node."""
     lost, cluster = str(writer.data["instead"]), writer.view.run.domain
     _notice(writer, lost)
     if lost and not traits(writer.view.run.cluster).simulated_nodes and not writer.data.get("drill"):
@@ -377,7 +377,7 @@ def _ingest_progress(store: Store, view: ControlledRun, epoch: int, now: float, 
     loss = known.loss if known.loss is not None else run.loss
     # A workload's last step is in its configuration.
     total = known.total if view.config.command and known.total else run.total_steps
-    # The checkpoint an attempt resumed from was not saved by it.
+    # The attempt did not save the checkpoint from which it resumed.
     saved = attempt.saved_step
     if known.saved > max(saved or 0, attempt.resumed_from or 0):
         saved = known.saved

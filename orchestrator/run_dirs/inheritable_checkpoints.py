@@ -21,7 +21,7 @@ _NOT_AGAIN = frozenset({Trust.SUSPECT, Trust.CORRUPT, Trust.DELETED})
 
 
 def shared_places(config: CheckpointConfig, folder: RunDir) -> tuple[ResolvedTier, ...]:
-    """Return the tiers that every node and this machine share; the run's own folder if they cannot be opened."""
+    """Return the tiers that all nodes and this machine share; the run's own folder if the tiers cannot be opened."""
     if config.tiers:
         try:
             found = resolve_tiers(config, folder.checkpoints, folder.name, "this-machine")
@@ -46,7 +46,7 @@ def look(places: Sequence[ResolvedTier]) -> tuple[list[Entry], dict[str, OSError
 
 @dataclass(frozen=True, kw_only=True)
 class OwnCheckpoints:
-    """Names of a run's checkpoints: written by its attempts, or imported at its start.
+    """Names of the checkpoints that a run's attempts wrote, or that were imported at its start.
 
     A tier outside the run's folder may hold checkpoints of a run with the same name in another registry.
     """
@@ -78,7 +78,7 @@ def of_run(seen: Iterable[Entry], run: Run, attempts: Iterable[Attempt]) -> list
 def expected_names(
     places: Iterable[ResolvedTier], known: Iterable[Checkpoint], copies: Iterable[CheckpointCopy]
 ) -> set[str]:
-    """Return the names that the registry expects in these places."""
+    """Return the names that the registry expects in these tiers."""
     paths = {"", *(place.path for place in places)}
     places_of: list[Checkpoint | CheckpointCopy] = [*known, *copies]
     return {item.name for item in places_of if item.tier in paths}
@@ -105,7 +105,7 @@ def find_checkpoints(
     known: Sequence[Checkpoint],
     copies: Sequence[CheckpointCopy],
 ) -> RunCheckpoints:
-    """Return the checkpoints of earlier attempts; for a run that starts from scratch no tier is read."""
+    """Return the checkpoints of earlier attempts. For a run that starts from scratch no tier is read."""
     begun = bool(run.identity.get("imported"))
     if not earlier and not begun:
         return RunCheckpoints()
@@ -118,7 +118,7 @@ def find_checkpoints(
     in_sight = {entry.name for entry in seen}
     if newest is not None:
         hidden = newest.name not in in_sight
-    else:  # only a run that has never trained is sure to have no checkpoint
+    else:  # only a run that has never trained certainly has no checkpoint
         hidden = not in_sight and (begun or any(attempt.last_step for attempt in earlier))
     return RunCheckpoints(
         seen=tuple(seen),
@@ -131,7 +131,7 @@ def find_checkpoints(
 def _find_absent(
     places: Iterable[ResolvedTier], newest: Checkpoint | None, copies: Iterable[CheckpointCopy]
 ) -> dict[str, OSError]:
-    """Return by path the tiers without a folder that hold the newest checkpoint according to the registry."""
+    """Return, by path, the tiers whose folder is missing although the registry has the newest checkpoint there."""
     if newest is None:
         return {}
     holders = {newest.tier, *(copy.tier for copy in copies if copy.name == newest.name)}
@@ -141,10 +141,11 @@ def _find_absent(
 
 @dataclass(frozen=True, kw_only=True)
 class Inheritance:
-    """Checkpoint names of an attempt's launch token, newest first; missing `checkpoints` are reported as a fault.
+    """Checkpoint names for an attempt's launch token, newest first.
 
-    `perhaps`: newer, invisible checkpoints, probably on nodes' local disks; the next job may get the same nodes.
-    `corrupt`: visible but never loaded; if nothing else is left, the attempt ends instead of starting at step 0.
+    A missing one of `checkpoints` is reported as a fault. Those in `perhaps` are newer but not visible, probably on
+    local disks of nodes, which the next job may get again. Those in `corrupt` are visible but never loaded; if nothing
+    else is left, the attempt fails instead of starting at step 0.
     """
 
     checkpoints: tuple[str, ...]
@@ -157,9 +158,9 @@ def inheritable(
 ) -> Inheritance:
     """Return the checkpoints that the attempt may load from earlier ones.
 
-    Visible entries count even if the registry has recorded their deletion, except corrupt entries, and suspect ones
-    unless nothing older is left. If that yields none, the `expected` names are listed, because a run must never restart
-    from scratch merely because the list is empty.
+    Visible entries count even if the registry has recorded their deletion. Corrupt entries do not count, and suspect
+    ones only if nothing older is left. Without any entry the `expected` names are returned, because a run must not
+    restart from scratch merely because the list is empty.
     """
     rows = {item.name: item for item in known if item.attempt < attempt}
     earlier = [entry for entry in seen if entry.attempt < attempt]

@@ -1,4 +1,4 @@
-"""Detects another registry that drives the run: two controllers would act on one folder without a shared lease."""
+"""Detection of another registry that drives a run. Two controllers would act on one folder without a shared lease."""
 
 import os
 import time
@@ -26,9 +26,9 @@ class OtherRegistry:
 
 
 def find_other_registry(run: Run, attempts: Sequence[Attempt], registry: Path) -> OtherRegistry | None:
-    """Return the registry, other than `registry` with its `attempts`, that drives the run according to its record.
+    """Return the other registry that drives the run according to the run's record; `attempts` are from `registry`.
 
-    Returns None if the record is missing, damaged or of another run.
+    Returns None if the record is missing, is damaged or belongs to another run.
     """
     folder = Path(run.run_dir)
     try:
@@ -47,14 +47,14 @@ def find_other_registry(run: Run, attempts: Sequence[Attempt], registry: Path) -
             hint=f"`orch db rebuild --root {folder.parent}` imports that; "
             f"or use the other registry: `export ORCH_REGISTRY={record.registry}`",
         )
-    with suppress(OSError):  # this folder may be a copy, and the record its original's
+    with suppress(OSError):  # this folder may be a copy, with the record of the original
         if os.path.samefile(record.run.run_dir, folder):
             return find_serving_registry(record, registry, time.time())
     return None
 
 
 def find_serving_registry(record: RunRecord, registry: Path, now: float) -> OtherRegistry | None:
-    """Return the registry, other than `registry`, whose live controller serves the run of this record."""
+    """Return the other registry whose live controller serves the run of this record."""
     run = record.run
     if run.state not in LIVE_RUNS or not is_other_registry(record.registry, registry):
         return None

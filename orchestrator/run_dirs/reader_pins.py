@@ -1,4 +1,4 @@
-"""Pins of processes that read a checkpoint: each lasts as long as its process."""
+"""Pins of processes that read a checkpoint. Each pin lasts as long as its process."""
 
 import os
 import time
@@ -12,7 +12,7 @@ from trainer.protocol.node_identity import boot_time
 
 
 def pin_for_reading(storage: Storage, name: str) -> str:
-    """Pin a checkpoint for this process; return the pin's holder, for `remove_pin`. Raises OSError."""
+    """Pin a checkpoint for this process; return the holder to pass to `remove_pin`. Raises OSError."""
     remove_dead_readers(storage)
     holder = token_hex(4)  # a process may have two readers of one checkpoint
     note = f"being read by orch, process {os.getpid()} on {host_name()}"
@@ -33,7 +33,7 @@ def remove_dead_readers(storage: Storage) -> None:
 
 
 def _is_dead(held: Pin) -> bool:
-    """Return whether the pin's process has certainly died; unknown for processes of other hosts and pid spaces."""
+    """Return whether the pin's process has certainly died; False on another host or in another pid namespace."""
     reader = Holder.parse(held.process)
     if reader is None:
         return False

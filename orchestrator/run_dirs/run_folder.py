@@ -44,7 +44,7 @@ class ForeignFolder(Exception):
 
 
 def in_own_folder(folder: Path, work: Callable[[], T]) -> T:
-    """Return the result of `work`, which reads no other user's files; raises ForeignFolder and errors of `work`."""
+    """Return the result of `work`, but read no other user's files. Raises ForeignFolder, or what `work` raises."""
     before = _identity(folder)
     with only_own_files():
         value = work()
@@ -68,19 +68,19 @@ def _identity(folder: Path) -> tuple[int, int] | None:
         for status in (os.lstat(folder), found := os.stat(folder)):
             if not is_trusted(status.st_uid):
                 raise ForeignFolder(f"the run directory belongs to {user_name(status.st_uid)}: {folder}")
-    except OSError:  # later use reports the error
+    except OSError:  # the next use reports the error
         return None
     return found.st_dev, found.st_ino
 
 
-LEAST = 1 << 18  # bytes for the small files of a job; with less, it cannot even report why it ends
-_MOST_PROBED = 64 << 20  # maximum bytes written as a probe; beyond that, the file system's own figure must suffice
+LEAST = 1 << 18  # bytes for a job's small files; with less, the job cannot even report why it exits
+_MOST_PROBED = 64 << 20  # maximum bytes written as a probe; above that, the file system's own figure decides
 
 
 def missing_room(folder: RunDir, checkpoint: int) -> str:
-    """Return why no job can start in this run's folder, as `disk full ...`; empty if a job can.
+    """Return why no job can start in this run's folder (`disk full ...`); empty if a job can.
 
-    `checkpoint`: bytes of a checkpoint that must fit beside the job's small files; 0 if none has to fit.
+    `checkpoint`: bytes of a checkpoint that must fit in addition to the job's small files; 0 if none has to fit.
     """
     free = _free(folder) if checkpoint else None
     if free is not None and free < checkpoint + LEAST:
@@ -91,7 +91,7 @@ def missing_room(folder: RunDir, checkpoint: int) -> str:
 
 
 def _free(folder: RunDir) -> int | None:
-    """Return the free bytes plus those the next job frees first; None if the file system does not report them."""
+    """Return the free bytes, plus those that the next job frees first; None if the file system does not report them."""
     from checkpointing.retention.garbage import find_debris  # storage backends: only after a full disk
     from checkpointing.tiers.catalog import Catalog  # likewise
 
@@ -110,8 +110,8 @@ _ABANDONED = 86400.0  # seconds after which a draft counts as abandoned
 def check_run_folder(run: Run, first: Attempt) -> str:
     """Check the folder of a submitted run; return why this host cannot check it, empty if it can.
 
-    A missing mount looks like an empty folder; only the run's own `run.json` proves the mount. If that file alone was
-    deleted, the first attempt's intent proves it, and the file is written again.
+    A missing mount looks like an empty folder, and the run's own `run.json` proves that it is mounted. If only that
+    file was deleted, the first attempt's intent is the proof, and the file is written again.
     """
     folder, host = RunDir(Path(run.run_dir)), socket.gethostname()
     if why := foreign_reason(folder.path):
@@ -131,7 +131,7 @@ def check_run_folder(run: Run, first: Attempt) -> str:
 
 
 def _restore_run_json(folder: RunDir, run: Run, first: Attempt) -> str:
-    """Write `run.json` again into the run's own folder; return why not, empty if it is written."""
+    """Write `run.json` again into the run's own folder; return why that is impossible, or ""."""
     intent = folder.attempt(first.number).path / "intent.json"
     try:
         if read_json(intent)["nonce"] == first.nonce:
@@ -146,7 +146,7 @@ def _restore_run_json(folder: RunDir, run: Run, first: Attempt) -> str:
 
 
 def name_in_folder(folder: Path) -> str:
-    """Return the name of the run that owns this folder; empty if it is not a run's folder."""
+    """Return the name of the run that owns this folder; empty if no run does."""
     found = _read_run_json(RunDir(folder))
     return str(found.get("name", "")) if "nonce" in found else ""
 
@@ -160,13 +160,12 @@ def refuse_within_run(place: Path, key: str, own: Path | None = None) -> None:
 
 
 def ensure_run_dir(run: Run, first: Attempt, config: dict[str, Any]) -> RunDir:
-    """Create a run's folder unless it exists. Raises Precondition if another run's folder is there.
+    """Create a run's folder, unless it exists, with the first attempt's `config`.
 
-    `config` is the first attempt's.
-
-    It is built as a draft next to its final place and then renamed, so no reader sees half of it. The submitter and a
-    controller may do this at the same time on two machines: each has its own draft, and the slower process uses the
-    faster one's folder, whatever its own error. Finally either process moves in the secrets staged for the run.
+    The folder is built as a draft next to its final path and then renamed, so no reader sees half of it. The submitter
+    and a controller may do this at the same time on two machines. Each has its own draft, and the slower process uses
+    the faster one's folder, whatever error it has met. Either process then moves the staged secrets into the folder.
+    Raises Precondition if another run's folder has this path.
     """
     final = RunDir(Path(run.run_dir))
     if not final.run.exists():
@@ -191,7 +190,7 @@ def ensure_run_dir(run: Run, first: Attempt, config: dict[str, Any]) -> RunDir:
 
 def _make(final: RunDir, run: Run, first: Attempt, config: dict[str, Any]) -> None:
     """Build the folder as a draft and rename it. Raises OSError if it already exists."""
-    # A missing root, such as an unmounted one, is never created.
+    # A missing root may be unmounted, so it is never created.
     with temporary_folder(final.path.parent, f"{run.name}.{first.nonce}", mode=0o700) as path:
         draft = RunDir(path)
         draft.make()
@@ -203,13 +202,13 @@ def _make(final: RunDir, run: Run, first: Attempt, config: dict[str, Any]) -> No
             staged_secrets.copy_to_test(order, config.get("env_from", ()), draft)
         write_durably(draft.run, dump_line(_run_json(run, first)).encode())
         ensure_attempt_dir(draft, first, config)
-        if skipped := (run.identity.get("imported") or {}).get("skipped"):  # by the checkpoint's run
+        if skipped := (run.identity.get("imported") or {}).get("skipped"):  # by the checkpoint's own run
             skipped_batches.add(draft.attempt(first.number), [Skip(**fields) for fields in skipped])
         os.rename(draft.path, final.path)
 
 
 def _sweep_abandoned(root: Path) -> None:
-    """Remove abandoned drafts of any run; a killed process's machine may never create a folder here again."""
+    """Remove abandoned drafts of any run, because a killed process's machine may never create a folder here again."""
     for path in root.iterdir():
         with suppress(OSError):
             if _DRAFT.fullmatch(path.name) and time.time() - path.lstat().st_mtime > _ABANDONED:
@@ -259,7 +258,7 @@ def ensure_attempt_dir(
     content = canonical(config)
     try:
         known = folder.attempt_config(attempt.number).read_bytes() == content
-    except FileNotFoundError:  # removed by a user; the registry still has it
+    except FileNotFoundError:  # a user removed the file; the registry still has the config
         known = False
     if not known:
         write_durably(place.config, content)

@@ -1,4 +1,4 @@
-"""Secrets of a run before its folder exists: a private file next to it, moved in by the folder's creator.
+"""Secrets of a run before its folder exists: a private file that the creator of the folder moves into it.
 
 The file is written before the run is in the registry, so that a controller has the values even if it is faster than
 the submitter or completes a dead submitter's work. The file is never copied.
@@ -25,7 +25,7 @@ def _staging_path(root: Path, nonce: str) -> Path:
 
 @contextmanager
 def stage_secrets(root: Path, nonce: str, secrets: RunSecrets) -> Iterator[None]:
-    """Write the secrets for the run recorded inside the context; delete them if that fails. Raises Precondition."""
+    """Stage the secrets of the run that the block records; delete them if the block fails. Raises Precondition."""
     if not secrets:
         yield
         return
@@ -60,7 +60,7 @@ def adopt(folder: RunDir, nonce: str) -> None:
 
 
 def copy_to_test(order: Mapping[str, Any], names: Sequence[str], target: RunDir) -> None:
-    """Give a restore test the secrets of the run under test. Raises Precondition and OSError."""
+    """Copy the tested run's secrets into a restore test's folder. Raises Precondition and OSError."""
     if names:
         values = require(RunDir(Path(order["run_dir"])), names).values
         RunSecrets(values={name: values[name] for name in names}).create(target.secrets)

@@ -9,7 +9,7 @@ OrchError                       1
  +- SlurmUnreachable            5   no answer: the state is unknown, and nothing is assumed
  |   +- SubmitAmbiguous         5   sbatch failed, but the job may exist
  +- SubmitRejected              4   Slurm refused this job
- +- RegistryError               6   locked, damaged, or of a newer version
+ +- RegistryError               6   locked, damaged, or written by a newer version
  |   +- Fenced                  6   another controller now holds the lease
  |       +- ForeignRun          6   the run belongs to another scheduler
  |       +- SchedulerChanged    6   commands reach a scheduler other than the lease's
@@ -49,7 +49,7 @@ class NotFound(OrchError):
 
 
 class RunExpected(NotFound):
-    """`given`: the checkpoint as typed; `run`: its run."""
+    """A checkpoint was given where a run is required. `given` is the checkpoint as typed, and `run` is its run."""
 
     def __init__(self, given: str, run: str) -> None:
         super().__init__(f"{given} is a checkpoint, but a run is required", hint=f"the run is {run}")
@@ -75,8 +75,8 @@ class SubmitAmbiguous(SlurmUnreachable):
 class SubmitRejected(OrchError):
     """The scheduler refused a job.
 
-    `retryable`: whether a later try may be accepted; `unknown_nodes`: nodes that orch avoided but Slurm does not know;
-    `change`: overrides that may help, as a user types them.
+    `retryable` shows whether a later try may be accepted. `unknown_nodes` are nodes that orch avoided but Slurm does
+    not know. `change` has overrides that may help, as a user types them.
     """
 
     exit_code = 4

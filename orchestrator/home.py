@@ -76,7 +76,7 @@ def registry_path(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def _no_database(path: Path) -> str:
-    """Return why this path cannot become a database; empty for a file, a folder or a missing file.
+    """Return why this path cannot become a database, or "" for a file, a folder or a missing file.
 
     SQLite blocks forever on a pipe, and a broken link would look like an empty registry.
     """

@@ -1,4 +1,4 @@
-"""Measures how long values stay unchanged, by this host's clock; other hosts' clocks are never compared."""
+"""Measures how long values stay unchanged. Uses only this host's clock and never compares other hosts' clocks."""
 
 import json
 import time
@@ -29,11 +29,11 @@ class ObservedSince:
 
     def __init__(self, mono: Callable[[], float], path: Path | None = None, boot: str = "") -> None:
         self._mono, self._path, self._boot = mono, path, boot
-        self._seen: dict[str, tuple[str, float, float, float]] = {}  # value, first and last look, seconds watched
+        self._seen: dict[str, tuple[str, float, float, float]] = {}  # value, first and last time, seconds watched
         self._load()
 
     def age(self, key: str, value: object) -> float:
-        """Return the seconds since `key` was first seen with this value; 0.0 on the first call."""
+        """Return the seconds since `key` was first seen with this value, or 0.0 on the first call."""
         _, first, last, _ = self._observe(key, str(value))
         return last - first
 
@@ -53,7 +53,7 @@ class ObservedSince:
         return entry
 
     def value(self, key: str) -> str:
-        """Return the last value seen for `key`; empty if it was never seen."""
+        """Return the last value seen for `key`, or "" if it was never seen."""
         return self._seen[key][0] if key in self._seen else ""
 
     def forget(self, key: str) -> None:

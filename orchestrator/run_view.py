@@ -1,4 +1,4 @@
-"""The read model of runs: one view feeds every screen, JSON answer and script."""
+"""Read model for runs. Every screen, JSON answer and script uses the same view."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -16,13 +16,13 @@ KEYS = (
     "last_checkpoint", "reason", "updated_at", "last_lines", "slurm_cluster", "restore_test",
     "tags", "eta_s",
 )  # fmt: skip
-"""Stable keys of a run in JSON output, in this order."""
+"""Stable keys for a run in JSON output, in output order."""
 _START_SECONDS = 600.0
 """Seconds after which the start of a generation (imports, compilation) is a small part of its time."""
 _WITHOUT_LOG = frozenset({
     "submit_rejected", "submit_deferred", "submission_lost", "cancelled", "preempted", "time_limit", "job_lost",
 })  # fmt: skip
-"""Kinds of failure without logs of ranks or agents; only their reason is known."""
+"""Failure kinds without rank or agent logs. Only the reason for such a failure is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +33,8 @@ class RunView:
     run: str
     state: str
     reason: str
-    cluster: str  # kind of scheduler
-    scheduler: str  # its instance; empty if unknown
+    cluster: str  # scheduler kind
+    scheduler: str  # scheduler instance; empty if unknown
     slurm_cluster: str | None
     run_dir: str
     config_digest: str
@@ -126,7 +126,7 @@ class RunView:
 
     @property
     def continue_command(self) -> str:
-        """Command that continues the run or repeats a restore test; empty for a live run or if none exists."""
+        """Command that continues the run or repeats a restore test, or "" for a live run or if none exists."""
         if self.is_live:
             return ""
         if self.test_of is not None:
@@ -147,7 +147,7 @@ class RunView:
 
     @property
     def end_error(self) -> RunFailed | RunCancelled | None:
-        """Error for the final state, with the command to type; None if the run succeeded."""
+        """Error for the final state, with the command to type, or None if the run succeeded."""
         if self.state == RunState.SUCCEEDED:
             return None
         if self.state == RunState.CANCELLED:
@@ -179,7 +179,7 @@ def newest_runs(
     tests: bool = False,
     tags: Iterable[str] = (),
 ) -> list[RunView]:
-    """Return the newest runs; empty without a registry. `tests`: with restore tests. `tags`: require all of them."""
+    """Return the newest runs with all `tags`; `tests` includes restore tests. Return no runs without a registry."""
     return _views(fast_queries.newest(registry_path(), limit, states, tests=tests, tags=tags))
 
 

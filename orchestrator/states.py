@@ -1,4 +1,4 @@
-"""States of runs, attempts and checkpoints, and their table of transitions."""
+"""Run, attempt and checkpoint states, and the table of allowed transitions."""
 
 from enum import StrEnum
 

@@ -17,7 +17,7 @@ from trainer.protocol.config_sections.scheduler_kinds import AUTO, LOCAL, SLURM,
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerFactory:
-    """Operations of the login node for runs of one kind."""
+    """Login-node operations for one scheduler kind."""
 
     is_here: Callable[[], bool]
     make: Callable[[], Scheduler]
@@ -27,7 +27,7 @@ class SchedulerFactory:
     script: Callable[[JobSpec], str] | None = None  # batch script of a job; None if this kind has no scripts
     refusal: Callable[[JobSpec], SubmitRejected | None] | None = None
     """The scheduler's refusal of the job, or None; a missing answer is not a refusal."""
-    has_node: Callable[[str], bool] | None = None  # whether the scheduler reports a node of this name
+    has_node: Callable[[str], bool] | None = None  # whether the scheduler reports a node with this name
     named_by_environment: bool = False
     """Whether shell variables select the instance; they are then recorded with each run."""
 

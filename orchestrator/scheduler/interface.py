@@ -11,7 +11,10 @@ from orchestrator.scheduler.job_environment import Submitter
 
 
 class Backoff:
-    """Pauses between retries, by key: `first` seconds before the first retry, then doubled up to `longest`."""
+    """Pauses between retries, by key. The first lasts `first` seconds, and each later one is twice as long.
+
+    No pause is longer than `longest`.
+    """
 
     def __init__(self, mono: Callable[[], float], *, first: float = 5.0, longest: float = 60.0) -> None:
         self._first, self._longest, self._mono = first, longest, mono
@@ -70,7 +73,7 @@ class JobSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class JobStatus:
-    """Result of one look-up. `state` is Slurm's word without suffixes ("CANCELLED by 0" is CANCELLED)."""
+    """Result of one look-up. `state` is Slurm's state without suffixes ("CANCELLED by 0" is CANCELLED)."""
 
     job_id: str
     name: str
@@ -86,10 +89,10 @@ class JobStatus:
     end_time: float | None = None  # seconds since the epoch, the planned or actual end
     held: bool = False
     unlaunched: bool = False  # cancelled on its nodes without a signal to its script: it may never have run
-    cancelled_by: int | None = None  # user id of whoever cancelled it, if known
+    cancelled_by: int | None = None  # id of the user who cancelled it, if known
     nodes_down: tuple[str, ...] = ()  # nodes of an ending or ended job that the scheduler reports down
     source: str = "queue"  # or "accounting"
-    script_tag: str | None = field(default=None, compare=False)  # name in its script, if it has no other tag
+    script_tag: str | None = field(default=None, compare=False)  # job name in its script, if it has no other tag
     files: tuple[str, ...] = field(default=(), compare=False)  # script and standard output: only in the queue
     settings: Mapping[str, str] = field(default_factory=dict, compare=False)  # partition, account, ...: queue only
 
@@ -136,25 +139,25 @@ class Scheduler(Protocol):
         """
 
     def poll(self, ids: list[str]) -> dict[str, JobStatus]:
-        """Look the ids up in the queue, then in accounting; neither knows an id that is missing from the answer."""
+        """Look the ids up in the queue, then in accounting. An id missing from the answer is in neither."""
 
     def release(self, job_id: str, submission: Path, exclude: tuple[str, ...] | None = None) -> None:
-        """Let a held job start, with its payload under the adopted id; repeating it is harmless.
+        """Let a held job start, after giving it its payload under the adopted id. Repeating this is harmless.
 
-        With `exclude`, a pending job avoids exactly these nodes from now on; raises SubmitRejected if Slurm refuses to
-        change that.
+        With `exclude`, a pending job avoids exactly these nodes from now on. Raises SubmitRejected if Slurm refuses
+        this change.
         """
 
     def out_of_service(self, nodes: frozenset[str]) -> frozenset[str]:
         """Return the nodes among these that get no jobs now: down, drained, under maintenance."""
 
     def cancel(self, job_id: str) -> None:
-        """Cancel a job; it is not an error to repeat this, or to cancel a job that has ended."""
+        """Cancel a job. Repeating this, or cancelling a job that has finished, is not an error."""
 
 
 PREFIX = "orch-"
 TAG_VARIABLE = "ORCH_JOB"
-"""Variable under which the job's script exports its name. Sites do not change it, and users can read it too."""
+"""Environment variable in which a job's script exports the job name. Sites do not change it, and users can read it."""
 
 _EXPORT = re.compile(rf"^export {TAG_VARIABLE}=(\S+)$", re.MULTILINE)
 
@@ -178,7 +181,7 @@ class JobTag(NamedTuple):
 
 
 def job_comment(run: str, attempt: int, nonce: str) -> str:
-    """Return the comment of a submitted job, as unique as its name."""
+    """Return the job comment, which is as unique as the job name."""
     return f"orch:{run}/{attempt}/{nonce}"
 
 
@@ -203,13 +206,13 @@ def _parse_tags(name: str, comment: str, files: tuple[str, ...], script_tag: str
 
 
 def find_script_tag(script: str) -> str:
-    """Return the job name that a batch script exports; "" for a script that is not orch's."""
+    """Return the job name that a batch script exports, or "" for a script that is not orch's."""
     found = _EXPORT.search(script)
     return found[1] if found else ""
 
 
 def find_name_and_comment(text: str) -> tuple[str, str]:
-    """Return a possible job name and comment within unparsable text; "" if absent."""
+    """Return a possible job name and comment within unparsable text, or "" if absent."""
     name, comment = _NAME.search(text), _COMMENT.search(text)
     return name[0] if name else "", comment[0] if comment else ""
 

@@ -33,7 +33,7 @@ SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED|AUTH|JWT", re.IGNORECASE)
 """Names that suggest a secret; such variables are never recorded."""
 _UTF8 = {"PYTHONUTF8": "1"}  # File names have the same bytes everywhere, whatever the locales of submitter and node
 _OF_THE_CONTROLLER = frozenset({"SLURM_CONF", "SLURM_CLUSTERS"})
-"""Variables that select a Slurm; jobs must go to the Slurm that the controller queries."""
+"""Variables that select a Slurm. Jobs must go to the Slurm that the controller queries."""
 
 
 def passes(name: str) -> bool:
@@ -85,7 +85,7 @@ class Submitter:
 
     @classmethod
     def from_identity(cls, identity: Mapping[str, Any]) -> Self:
-        """Return the submitter recorded in a run's identity, or `unrecorded()` for runs of older versions."""
+        """Return the submitter recorded in a run's identity, or this process's values for runs of older versions."""
         kept: Any = identity.get("job")
         try:
             python, root, variables = kept["python"], kept["package_root"], kept["variables"]

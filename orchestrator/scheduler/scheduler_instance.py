@@ -48,14 +48,14 @@ def is_one_host(instance: str) -> bool:
 
 
 def same_cluster_name(one: str, other: str) -> bool:
-    """Return whether both are Slurms with one ClusterName, possibly a Slurm whose head node, port or state moved."""
+    """Return whether these differ but share a ClusterName, as after a Slurm's head node, port or state has moved."""
     name = one.partition("@")[0]
     known = is_known(one) and is_known(other)
     return one != other and known and name == other.partition("@")[0] and not is_one_host(one)
 
 
 def read_instance(text: str) -> str:
-    """Return the instance described by `scontrol show config`; empty if it is incomplete."""
+    """Return the instance described by `scontrol show config`, or "" if it is incomplete."""
     fields = {name: value.strip() for name, value in _FIELD.findall(text)}
     values = [fields.get(name, "") for name in _NAMING]
     if not all(values) or "(null)" in values:
@@ -66,12 +66,12 @@ def read_instance(text: str) -> str:
 
 
 class Instance(Protocol):
-    """Name of the scheduler of one kind that commands reach now; `silence` has the reason if it is unknown."""
+    """Name of the scheduler that commands of one kind reach now. `silence` has the reason if it is unknown."""
 
     silence: str
 
     def __call__(self) -> str:
-        """Return its name; empty if it does not answer. A missing answer never means a different scheduler."""
+        """Return its name, or "" if it does not answer. A missing answer never means a different scheduler."""
 
 
 class SlurmInstance:
@@ -107,7 +107,7 @@ class SlurmInstance:
 
 
 def _source(environ: Mapping[str, str]) -> str:
-    """Return a key whose change may mean a different Slurm: path and file state of the configuration."""
+    """Return a key whose change may mean a different Slurm: the configuration file's path and state."""
     place = environ.get("SLURM_CONF", "/etc/slurm/slurm.conf")
     try:
         seen = os.stat(place)

@@ -12,9 +12,10 @@ A fragment is shell code with a YAML head between two `#---` lines, each line pr
     # python: "apptainer exec {{ image }} {{ python }}"
     #---
 
-Placeholders are quoted for the shell. Beside its own arguments, a fragment can use `run_dir`, `gpus` and `python`.
+Placeholders are quoted for the shell. In addition to its own arguments, a fragment can use `run_dir`, `gpus` and
+`python`.
 
-The script starts submitit's pickle: the function that a job calls, under the file name that the job looks for.
+The script loads submitit's pickle of the function to call, from the file name that the job expects.
 """
 
 import os
@@ -63,7 +64,7 @@ class Fragment:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """Parts of a job script from its fragments; `python` is shell text."""
+    """Parts of a job script that its fragments provide; `python` is shell text."""
 
     setup: tuple[str, ...]
     srun: tuple[str, ...]
@@ -72,7 +73,7 @@ class Prepared:
 
 
 def prepare(spec: JobSpec) -> Prepared:
-    """Fill the fragments chosen for the run; raises ConfigError for invalid values."""
+    """Fill the fragments chosen for the run. Raises ConfigError for invalid values."""
     fragments = [load(name) for name in spec.templates]
     given = {name: check_text(f"cluster.template_args.{name}", value) for name, value in spec.template_args.items()}
     _refuse_unused(fragments, given)
@@ -97,7 +98,7 @@ def prepare(spec: JobSpec) -> Prepared:
 
 
 def load(name: str) -> Fragment:
-    """Return a fragment by name, or a user's file by its path (with a '/'); raises ConfigError."""
+    """Return a fragment by name, or a user's file by its path (with a '/'). Raises ConfigError."""
     place = shipped_folder("sbatch_templates")
     path = Path(name).expanduser() if "/" in name else place / f"{name}.sh"
     if "/" not in name and not path.is_file():
@@ -113,7 +114,7 @@ def load(name: str) -> Fragment:
 
 
 def parse(name: str, text: str) -> Fragment:
-    """Split a fragment into head and shell code; raises ConfigError."""
+    """Split a fragment into head and shell code. Raises ConfigError."""
     lines = text.splitlines()
     fences = [index for index, line in enumerate(lines) if line.strip() == _FENCE]
     if len(fences) < 2:
@@ -129,7 +130,7 @@ def parse(name: str, text: str) -> Fragment:
 
 
 def _head(name: str, text: str) -> dict[str, Any]:
-    import yaml  # heavy: only needed when a script is made
+    import yaml  # heavy: only needed when a script is created
 
     try:
         head = yaml.safe_load(text) or {}
@@ -181,7 +182,7 @@ def _values(fragment: Fragment, given: Mapping[str, str]) -> dict[str, Any]:
 
 def _fill(fragment: Fragment, text: str, values: Mapping[str, Any], *, quoted: bool) -> str:
     """Render a text; placeholders are quoted for the shell unless the text is a single argument."""
-    import jinja2  # heavy: only needed when a script is made
+    import jinja2  # heavy: only needed when a script is created
 
     def show(value: Any) -> Any:
         if isinstance(value, jinja2.Undefined):
@@ -219,7 +220,7 @@ def start_command(run_dir: Path | str, submission: Path | str) -> str:
 
 @contextmanager
 def own_folder(spec: JobSpec) -> Iterator[Path]:
-    """Yield the submission folder under a name pinned to it; raises Precondition if it is not private to this user."""
+    """Yield the submission folder under a name pinned to it. Raises Precondition if it is not private to this user."""
     try:
         spec.submission.mkdir(mode=0o700, exist_ok=True)
         with pin_path_temporarily(spec.run_dir) as place:
@@ -231,7 +232,7 @@ def own_folder(spec: JobSpec) -> Iterator[Path]:
 
 
 def find_job_ids(submission: Path) -> set[str]:
-    """Return ids of jobs that submitit submitted from this folder; it names its script after sbatch's answer."""
+    """Return the ids of jobs that submitit submitted from this folder, read from the names of its scripts."""
     try:
         return {match[1] for name in os.listdir(submission) if (match := _SCRIPT.fullmatch(name))}
     except OSError:
@@ -239,7 +240,7 @@ def find_job_ids(submission: Path) -> set[str]:
 
 
 def adopt_payload(submission: Path, job_id: str) -> None:
-    """Give the job its payload under the name that it looks for; harmless if the payload exists.
+    """Give the job its payload under the file name that it expects. This is harmless if the payload exists.
 
     submitit renames `<uuid>.pkl` only after a clean sbatch. All payloads of one submission folder are equal, so any
     will do. A hard link appears in one step, and keeps the orphan for a duplicate job that may appear later.

@@ -1,1 +1,1 @@
-"""Checks and records of `orch submit` and `orch resume` before a controller takes over: config, identity, intent."""
+"""Checks and records made by `orch submit` and `orch resume` before a controller takes over."""

@@ -1,4 +1,4 @@
-"""`orch submit` until the controller takes over. All checks precede the first write."""
+"""The part of `orch submit` before the controller takes over. All checks precede the first write."""
 
 import math
 import os
@@ -148,7 +148,7 @@ def refuse_one_folder(places: Sequence[ResolvedTier]) -> None:
 
 
 def _foreign_folder(folder: Path) -> str:
-    """Return why a run cannot use its folder in a tier; empty if it can, or if the folder does not exist."""
+    """Return why a run cannot use its folder in a tier, or "" if it can or if the folder does not exist."""
     try:
         found = folder.stat()
     except FileNotFoundError:
@@ -174,7 +174,7 @@ _BY_NODES = "node configuration is not available"
 
 
 def first_job(config: RunConfig, kind: str, name: str = "") -> JobSpec:
-    """Return the job of a first attempt, with placeholders for its number and nonce."""
+    """Return the job for a first attempt, with placeholders for its number and nonce."""
     name = name or f"{config.name}-N"
     root = Path(config.cluster.root).expanduser().absolute()
     run = Run(
@@ -227,7 +227,7 @@ class RunOrigin:
     imported: dict[str, Any] | None = None
     """Checkpoint that the run starts from."""
     code: CodeRecord | None = None
-    """Record of the code, from importing the workload."""
+    """Code record obtained by importing the workload."""
     tags: tuple[str, ...] = ()
 
 
@@ -324,7 +324,7 @@ def _kind(wanted: str) -> str:
 
 
 def writable_root(text: str, *, shared: bool) -> Path:
-    """Return the folder of all runs, created if missing; raises Precondition if it is not writable.
+    """Return the folder of all runs, created if missing. Raises Precondition if it is not writable.
 
     `shared`: accept a folder that other users can write to.
     """
@@ -381,7 +381,7 @@ def _tokenize_text(config: RunConfig, root: Path, progress: Progress | None) -> 
 
 
 def read_index(path: str) -> TokenIndex:
-    """Return the index of a token folder. Raises ConfigError, also if shards changed after the index was written."""
+    """Return the index of a token folder. Raises ConfigError, even if only the shards changed after it was written."""
     folder = Path(path).expanduser()
     try:
         index = TokenIndex.read(folder)

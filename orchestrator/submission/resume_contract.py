@@ -1,6 +1,6 @@
 """Differences that are allowed between a checkpoint and the run that continues from it. Pure.
 
-One rule for every config key and identity field.
+There is one rule for every config key and identity field.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -119,7 +119,7 @@ IDENTITY: Mapping[str, Term] = {
     TORCH: _STACK,
     PACKAGES: _STACK,
     "env.slurm": HARMLESS,
-    "env.driver": HARMLESS,  # the login node's
+    "env.driver": HARMLESS,  # that of the login node
     "env.variables": HARMLESS,  # jobs inherit these from their submitter's shell
     "data.path": HARMLESS,
     "data.fingerprint": _OTHER_DATA,
@@ -183,7 +183,7 @@ def _values(before: Mapping[str, Any], now: Mapping[str, Any], key: str) -> tupl
 
 
 def why_packages_unknown(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return why the packages of a trained run cannot be compared; empty if they can."""
+    """Return why the packages of a trained run cannot be compared, or "" if they can."""
     trained, present = CodeRecord.from_identity(before), CodeRecord.from_identity(now)
     if trained is None or trained.packages is None:
         return "" if "env" in now else "its attempts have not recorded them, and its jobs use another interpreter"
@@ -244,7 +244,7 @@ def require(changes: Collection[Change], accepted: Collection[str], command: str
 
 
 def find_rule(key: str) -> Rule:
-    """Return the rule of a config key; unknown keys are harmless."""
+    """Return the rule for a config key; unknown keys are harmless."""
     return _term(key).rule
 
 

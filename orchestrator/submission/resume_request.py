@@ -58,8 +58,8 @@ _FIXED_BY_CODE = select_kinds(lambda traits: traits.fixed_by_code)
 def keeps_nothing(store: Store, run: Run, config: Mapping[str, Any]) -> bool:
     """Return whether the run would start over at step 0; `config` is its resolved config.
 
-    That is so if it has no checkpoint, did not start from one, and skips no batches (skips depend on the position in
-    the data). A user's command, or a tier elsewhere, may have saved data that orch cannot see.
+    It would if it has no checkpoint, did not start from one, and skips no batches (skips depend on the position in the
+    data). A user's command, or a tier elsewhere, may have saved data that orch cannot see.
     """
     if config.get("command") or store.checkpoints(run.name) or run.identity.get("imported"):
         return False
@@ -82,7 +82,7 @@ def resume_request(
     store: Store, run: Run, overrides: Sequence[str], accepted: Collection[str],
     note: Callable[[str], None] = lambda words: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the arguments of the resume request: a new config, which is stored, and a new identity.
+    """Store a new config, and return the arguments for the resume request: the config and a new identity.
 
     Secrets in this shell replace older values in the run's file.
 
@@ -208,7 +208,7 @@ def _check_tiers(before: RunConfig, now: RunConfig, folder: RunDir) -> None:
 def _check_job(run: Run, config: RunConfig) -> None:
     """Raise ConfigError, or SubmitRejected with Slurm's message, for a job that the next attempt could not get.
 
-    Only if the run's own scheduler is reachable from here.
+    Check nothing if the run's own scheduler is not reachable from here.
     """
     if FACTORIES[run.cluster].script is not None:
         check_script(config, run.cluster)
@@ -235,7 +235,7 @@ def trained_identity(run: Run) -> dict[str, Any]:
 def current_identity(run: Run, config: RunConfig) -> dict[str, Any]:
     """Return the current code and environment, without the parts that this interpreter cannot determine.
 
-    Packages are read from where the newest attempt found them, whichever interpreter it used.
+    Packages are read from the folders in which the newest attempt found them, whichever interpreter it used.
     """
     now: dict[str, Any] = {"code": code(config, Path(run.identity.get("submit_dir", "")))}
     trained = trained_identity(run)

@@ -1,4 +1,4 @@
-"""Identity of a run, for reproducing it: code, environment, data. Contains no secrets."""
+"""Run identity, for reproducing a run: code, environment and data. It contains no secrets."""
 
 import hashlib
 import os
@@ -22,7 +22,7 @@ from trainer.protocol.user_code.installed_packages import find_site_folders, rea
 from trainer.protocol.user_code.record_code import record_named
 
 DIFF_LIMIT = 256 * 1024
-"""Maximum bytes kept of an uncommitted diff; its digest covers the whole diff."""
+"""Maximum bytes of an uncommitted diff that are kept. The digest covers the whole diff."""
 ANSWER_WITHIN = 10.0
 _REPOSITORY_VARIABLES = frozenset(
     {
@@ -159,7 +159,7 @@ def _version(name: str) -> str | None:
 
 
 def _answer(command: list[str], environ: Mapping[str, str] | None = None) -> str | None:
-    """Return a command's output; None if it fails, is missing or times out."""
+    """Return a command's output, or None if it fails, is missing or times out."""
     try:
         done = subprocess.run(
             command,

@@ -34,7 +34,7 @@ class Submitted:
 
 
 def separate_secrets(composed: Composed, environ: Mapping[str, str]) -> Submitted:
-    """Return the storable form of a config and its secrets; raises ConfigError for a missing or misplaced secret."""
+    """Return the storable form of a config and its secrets. Raises ConfigError for a missing or misplaced secret."""
     config = without_secrets(composed).config
     values = _from_shell(config, environ, {})
     from_file = _from_file(config)
@@ -54,7 +54,7 @@ def separate_secrets(composed: Composed, environ: Mapping[str, str]) -> Submitte
 
 
 def _from_shell(config: RunConfig, environ: Mapping[str, str], kept: Mapping[str, str]) -> dict[str, str]:
-    """Return the values of `env_from`, from the shell or as stored before."""
+    """Return the `env_from` values from the shell, or those stored earlier."""
     known = {**kept, **environ}
     if missing := [name for name in config.env_from if name not in known]:
         what = f"env_from: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set in this shell"
@@ -81,7 +81,7 @@ def without_webhook(data: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str
 
 
 def with_webhook(data: dict[str, Any], folder: RunDir) -> dict[str, Any]:
-    """Return a run's config with its full webhook URL, for another run to use; empty URL if the secret is lost."""
+    """Return a run's config with its full webhook URL, for another run. The URL is empty if the secret is lost."""
     url = data["notify"]["webhook"]
     if redacted_url(url) != url or not url:
         return data
@@ -97,8 +97,8 @@ def renew(
 ) -> tuple[RunSecrets | None, list[str]]:
     """Return the new content of a continued run's secrets file (None if unchanged); this shell's values win.
 
-    The second item has the variables whose values changed. Raises ConfigError for a variable that is in neither place,
-    Precondition for a file that cannot be read.
+    The second item lists the variables whose values changed. Raises ConfigError for a variable that is neither in the
+    file nor in the shell, and Precondition for a file that cannot be read.
     """
     _from_file(config)
     try:

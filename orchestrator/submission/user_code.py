@@ -39,7 +39,7 @@ _LAST_WORDS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class ChildAnswer:
-    """Findings of a child process. `ended`: it finished in time; `died`: how it crashed, with its last output line."""
+    """Findings of a child process. `ended` is true if it finished in time; `died` describes its crash, if any."""
 
     found: dict[str, Any] = field(default_factory=dict)
     ended: bool = False
@@ -53,7 +53,7 @@ class BoundedChild:
     """
 
     def __init__(self, module: str, order: Mapping[str, Any], environ: Mapping[str, str], what: str) -> None:
-        """`what`: description of the check, shown to the user while waiting."""
+        """`what` describes the check to a user who waits for it."""
         self._redactor = in_use(environ)
         self._what, self._printed = what, tempfile.TemporaryFile()  # noqa: SIM115  # closed when the block is left
         self._answers, theirs = os.pipe()
@@ -105,7 +105,7 @@ class BoundedChild:
 
 
 IMPORT_WITHIN = 60.0
-"""Time limit of an import in seconds, torch included; a slower import is left to the job."""
+"""Time limit in seconds for an import, including torch. A slower import is left to the job."""
 _MODULE = "trainer.worker.startup.inspect_workload"
 _SAME_ENVIRONMENT = frozenset({"default", "nccl"})
 """Templates that do not change the job's import path."""
@@ -196,9 +196,9 @@ def near_methods(config: RunConfig) -> list[str]:
 
 
 def missing_method(kind: ast.ClassDef, tree: ast.Module) -> tuple[str, str] | None:
-    """Return a required method that the class lacks, and a misspelling of it, if any; None if the class may work.
+    """Return a required method that the class lacks, and a misspelling of it, if any, or None if the class may work.
 
-    Only for a class derived from BaseWorkload alone.
+    Check only a class derived from BaseWorkload alone.
     """
     ours = {
         alias.asname or alias.name
@@ -339,7 +339,7 @@ _ON_THE_PATH = "workload.path=[/folder/that/holds/it] puts a folder on the impor
 
 
 def _near_module(module: str, places: list[Path]) -> str:
-    """Return the module with the nearest spelling, without a file suffix; empty if none is close."""
+    """Return the module with the nearest spelling, without a file suffix, or "" if none is close."""
     below = Path(*module.removesuffix(".py").split("."))
     file = next(filter(None, (near_file(place / below, (".py",)) for place in places)), "")
     return ".".join([*below.parent.parts, file.removesuffix(".py")]) if file else ""

@@ -112,7 +112,7 @@ def main(arguments: list[str]) -> int:
 
 def _write_log_there(folder: Path) -> None:
     """Redirect output to log files under Slurm.
-    Nothing is opened by name there, see `orchestrator/scheduler/slurm/sbatch.py`. Local jobs have files already.
+    Slurm itself must open none by name (see `orchestrator/scheduler/slurm/sbatch.py`). Local jobs have files already.
     """
     if "SLURM_JOB_ID" not in os.environ or os.environ.get("SUBMITIT_EXECUTOR") != "slurm":
         return
@@ -300,7 +300,7 @@ class Agent:
 
     def _refuse(self, identity: NodeIdentity, reason: str) -> int:
         sys.stderr.write(f"orch-agent: refuses to train: {reason}\n")
-        # Own file name: the attempt's agents may belong to another job.
+        # A file name of its own, since the attempt's agents may belong to another job.
         source = f"refused-{identity.job_id}-{identity.node:04d}"
         self._log(source).write(EventKind.DECISION, action="refuse", reason=reason)
         return ExitCode.NEVER_RETRY
@@ -356,7 +356,7 @@ class Agent:
         return asyncio.get_running_loop().create_task(coordinator.run())
 
     async def _join(self, identity: NodeIdentity) -> CoordinatorPeer:
-        """Connect to the coordinator; retries until file system and network make it reachable."""
+        """Connect to the coordinator, retrying until file system and network make it reachable."""
         give_up, place = time.monotonic() + _CONNECT_SECONDS, self._attempt
         address_file = RepeatedRead(lambda: read_json(place.coordinator), place.coordinator)
         outcome_file = RepeatedRead(lambda: place.outcome.exists(), place.outcome)
@@ -386,8 +386,8 @@ class Agent:
 
 def copy_stderr_to_log(descriptor: int) -> list[WriteBehind]:
     """Copy stderr into the agent's log as well, since submitit's files are not for users.
-    Both are in the run directory, which may hang, so both are written behind. Submitit's file is never rotated and gets
-    only the first messages.
+    Both are in the run directory, whose file system may hang, so both are written in the background. Submitit's file
+    is never rotated and gets only the first messages.
     """
     stderr = sys.stderr
     left = LogsConfig().max_bytes
@@ -424,4 +424,4 @@ class _TeeStderr:
         return len(text)
 
     def flush(self) -> None:
-        """Do nothing: this class buffers nothing, and no caller must wait."""
+        """Do nothing: this class buffers nothing, and callers must not wait."""

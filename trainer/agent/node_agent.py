@@ -73,7 +73,7 @@ class NodeAgent:
         self._evidence: EvidenceCollector
 
     async def serve(self, peer: CoordinatorPeer) -> int:
-        """Work until the coordinator ends the attempt or is lost; returns the agent's exit code."""
+        """Work until the coordinator ends the attempt or is lost, and return the agent's exit code."""
         self._peer = peer
         self._evidence = EvidenceCollector(self._attempt, self._node.node, self._sockets)
         self._launcher = RankLauncher(
@@ -95,7 +95,7 @@ class NodeAgent:
             await self._shut_down()
 
     def fail(self, error: BaseException) -> None:
-        """Report an exception of this agent, once; an agent missing one of its tasks would only appear alive."""
+        """Report an exception in this agent, once. Without one of its tasks, an agent would only appear alive."""
         if not self._failed:
             self._failed = True
             reason = f"the agent of {self._node.name} failed: {describe_error(error)}"
@@ -304,7 +304,7 @@ class NodeAgent:
         asyncio.get_running_loop().add_reader(handle, self._on_pid_dead, self._ranks, local)
 
     def _on_pid_dead(self, ranks: LocalRanks, local: LocalRank) -> None:
-        """Await the exit report of a rank that the kernel reports dead; a fork server that sends none is killed."""
+        """Await the exit report of a rank that the kernel reports dead, and kill a fork server that sends none."""
         assert local.handle is not None
         asyncio.get_running_loop().remove_reader(local.handle)
 
@@ -365,7 +365,7 @@ class NodeAgent:
             self._peer.send(agents.GenerationGone(generation=generation))
             return
         ranks.killed = True
-        if self._link is not None:  # without one they are being killed as orphans
+        if self._link is not None:  # without a fork server they are already being killed as orphans
             politely = bool(self._config.command) and not self._sigterm_sent
             self._tasks.spawn(local_ranks.kill_generation(ranks, self._link, politely=politely))
 

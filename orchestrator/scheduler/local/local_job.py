@@ -1,7 +1,7 @@
 """A local job: the process that holds it, starts its tasks through submitit, and records their end.
 
 Started as `python -P -m orchestrator.scheduler.local.local_job INTENT`. It leaves its parent's session, so that Ctrl-C
-in the terminal and the end of the submitting process do not reach it; the parent waits until the job is recorded.
+in the terminal and the end of the submitting process do not affect it. The parent waits until the job is recorded.
 """
 
 import contextlib
@@ -145,7 +145,7 @@ class JobRunner:
 
 
 def _begin(intent: Intent) -> JobRunner | None:
-    """Return the prepared job, or None if another process is already the job; raises preparation errors."""
+    """Return the prepared job, or None if another process is already the job. Raises preparation errors."""
     host = records.claim(intent.folder)
     if host is None:  # a second submission under this name: the first one is the job
         return None

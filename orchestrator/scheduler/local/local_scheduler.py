@@ -40,7 +40,7 @@ from trainer.protocol.run_dir import AttemptDir
 T = TypeVar("T")
 
 MARK = "ORCH_LOCAL_JOB"
-"""Environment variable of every process of a local job; its value is the job's name, which is never reused."""
+"""Environment variable in every process of a local job. Its value is the job's name, which is never reused."""
 KEEP_ENDED_S = 7 * 86400.0
 _END_BYTES = 8192  # bytes reserved for a job's end: exit codes of a few hundred simulated nodes
 
@@ -124,7 +124,7 @@ def intents(index: Path) -> list[Intent]:
 
 
 def forget_old(index: Path, now: float) -> None:
-    """Delete entries of jobs that ended long ago, or whose run directory was deleted."""
+    """Delete the entries for jobs that finished long ago, or whose run directory was deleted."""
     for intent in intents(index):
         with contextlib.suppress(OSError, ValueError):  # unreadable entries are kept
             ended = read_end(intent.folder)
@@ -158,7 +158,7 @@ def write_job_process(submission: Path, host: JobProcess) -> None:
 
 
 def read_job_process(submission: Path) -> JobProcess | None:
-    """Return the job's process; None until it has recorded itself. Raises OSError or ValueError."""
+    """Return the job's process, or None until it has recorded itself. Raises OSError or ValueError."""
     return _read(submission / _PROCESS, lambda fields: JobProcess(**fields))
 
 
@@ -167,7 +167,7 @@ def write_end(submission: Path, end: JobEnd) -> None:
 
 
 def read_end(submission: Path) -> JobEnd | None:
-    """Return the job's end; None until it has ended. Raises OSError or ValueError."""
+    """Return the job's end, or None until it has ended. Raises OSError or ValueError."""
     return _read(submission / _END, lambda fields: JobEnd(**{**fields, "exit_codes": tuple(fields["exit_codes"])}))
 
 
@@ -182,7 +182,7 @@ def _read(path: Path, make: Callable[[dict[str, Any]], T]) -> T | None:
 
 
 def is_alive(host: JobProcess) -> bool | None:
-    """Return whether this process still runs (same boot, pid and start time; not a zombie); None if invisible."""
+    """Return whether this process still runs (same boot, pid and start time; not a zombie), or None if unknown."""
     if host.boot != boot_id() or not is_visible(host.space):
         return None
     return process_state(host.pid) not in ("", "Z", "X") and _is_same_process(host)
@@ -196,7 +196,7 @@ def _is_same_process(host: JobProcess) -> bool:
 
 
 def marked_processes(name: str) -> list[int]:
-    """Return the job's live processes, found by the mark in their environment, except the calling one."""
+    """Return the job's live processes, found by the mark in their environment, except the calling process."""
     wanted = f"{MARK}={name}".encode()
     found = []
     for entry in os.listdir("/proc"):
@@ -348,7 +348,7 @@ def check(spec: JobSpec) -> None:
 
 
 def _intent(spec: JobSpec, entry: str) -> Intent:
-    """Return the job as it will be started; raises ConfigError for unsupported settings."""
+    """Return the job as it will be started. Raises ConfigError for unsupported settings."""
     prepared = prepare(spec)
     if prepared.srun:
         raise ConfigError(
@@ -433,7 +433,7 @@ def _last_words(text: str, submission: Path) -> str:
 
 
 def _known(intent: Intent, host: JobProcess) -> JobStatus | None:
-    """Return the status of a job with a recorded process; None if it cannot be observed from here."""
+    """Return the status of a job with a recorded process, or None if it cannot be observed from here."""
     end = read_end(intent.folder)
     alive = is_alive(host) if end is None else False
     if end is None and alive is None:
@@ -479,7 +479,7 @@ def _seems_alive(intent: Intent, host: JobProcess) -> bool:
 
 
 def _reboot_end(intent: Intent, host: JobProcess) -> JobEnd | None:
-    """Return NODE_FAIL if this machine has rebooted since; None for a job of this boot, or of another machine."""
+    """Return NODE_FAIL if this machine has rebooted since, or None for a job from this boot or another machine."""
     if host.boot == boot_id() or _last_sign(intent, host) >= boot_time():
         return None
     return JobEnd(state="NODE_FAIL", reason="the machine was rebooted", ended_at=host.started_at or intent.asked_at)

@@ -1,4 +1,4 @@
-"""Slurm commands and their parsed output: an answer or `SlurmUnreachable`."""
+"""Slurm commands and their parsed output. Without a usable answer, they raise `SlurmUnreachable`."""
 
 import calendar
 import math
@@ -30,15 +30,15 @@ _SETTINGS = {"time limit": "TimeLimit", "requeue": "Requeue", "partition": "Part
              "qos": "QOS"}  # fmt: skip
 """Settings that a site may change from the request, by their common names."""
 
-MOST_NODES = 100_000  # most names that a host list may expand to
+MOST_NODES = 100_000  # maximum number of names that a host list may expand to
 _ITEM = re.compile(r"(?:[^,\[]|\[[^\]]*\]?)+")
 _BRACKETS = re.compile(r"\[([^\]]*)\]")
 _RANGE = re.compile(r"(\d+)-(\d+)(?:/(\d+))?", re.ASCII)
-_LONGEST_NUMBER = 18  # most digits; a range with more exceeds MOST_NODES or is unrealistic
+_LONGEST_NUMBER = 18  # maximum digits; a range with more exceeds MOST_NODES or is unrealistic
 
 _NAMELESS = "allocation"  # sacct's name for a job that has none
 _CLUSTER = re.compile(r"^CLUSTER: \S+ *\n", re.MULTILINE)
-"""Line before each cluster's rows when SLURM_CLUSTERS names some, even without a header."""
+"""Line before each cluster's rows when SLURM_CLUSTERS names clusters, even without a header."""
 _ROW_START = re.compile(rf"^ *(\d[\d_+.,%\[\]-]*) *{SEPARATOR}", re.ASCII | re.MULTILINE)
 _BLANK = " \n"  # Python counts the separator as whitespace, too
 _WORD = re.compile(r"[A-Z_]+", re.ASCII)
@@ -57,18 +57,18 @@ class UnreadableField(ValueError):
 
 
 class TooManyNodes(UnreadableField):
-    """A host list with more names than any cluster has: expanding it would take minutes and all memory."""
+    """Host list with more names than any cluster has. Expanding it would take minutes and exhaust the memory."""
 
 
 class Listing(NamedTuple):
-    """Jobs of an answer; unless it is `whole`, a missing job may still exist."""
+    """Jobs in an answer. Unless it is `whole`, a missing job may still exist."""
 
     jobs: list[JobStatus]
     whole: bool
 
 
 def read_queue(text: str, mine: Mine = lambda job: True) -> Listing:
-    """Return jobs listed by `squeue -h -O SQUEUE_FORMAT` that satisfy `mine`; raises UnreadableField."""
+    """Return jobs listed by `squeue -h -O SQUEUE_FORMAT` that satisfy `mine`. Raises UnreadableField."""
     return _read(text, tuple(name for name, _ in SQUEUE_FIELDS), _parse_queue_row, mine)
 
 
@@ -213,7 +213,7 @@ def ended_jobs(jobs: list[JobStatus]) -> list[JobStatus]:
 
 DOWN = frozenset({"DOWN", "FAIL", "FAILING"})
 OUT_OF_SERVICE = DOWN | {"DRAINED", "DRAINING", "INVAL", "MAINT", "REBOOT"}
-"""INVAL: it came back with less than its configuration, such as a lost GPU."""
+"""INVAL: the node came back with fewer resources than configured, for example without one of its GPUs."""
 _NODE_MARKS = "+*~#!%$@^-"
 """Suffixes of a node state: not responding (*), power saving (~#!%), in a maintenance reservation ($), or pending
 reboot (@^) or planned job (-)."""
@@ -264,7 +264,7 @@ def read_ending(state: str, text: str) -> tuple[int | None, int | None]:
 
 
 def epoch(text: str) -> float | None:
-    """Return a time that Slurm printed under TZ=UTC as seconds since the epoch; None if it is unknown."""
+    """Return a time that Slurm printed under TZ=UTC as seconds since the epoch, or None if it is unknown."""
     try:
         return float(calendar.timegm(time.strptime(text, "%Y-%m-%dT%H:%M:%S")))
     except ValueError:
@@ -350,7 +350,7 @@ def require(program: str) -> None:
 def run_command(
     command: list[str], timeout: float = TIMEOUT_S, environ: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to completion; raises SlurmUnreachable if it is missing, times out or gets no answer.
+    """Run a command to completion. Raises SlurmUnreachable if it is missing, times out or gets no answer.
 
     `environ`: environment to use instead of this process's.
     """
@@ -383,6 +383,6 @@ def unreachable(program: str, text: str) -> SlurmUnreachable:
     """Return the error for a command without a usable answer, with its message."""
     words = cut(" ".join(text.split()), 300) or "no message"
     return SlurmUnreachable(
-        f"{program} got no answer from Slurm: {words}",
+        f"{program} got no usable answer from Slurm: {words}",
         hint="nothing was assumed; `scontrol ping` shows when Slurm is back",
     )

@@ -18,7 +18,7 @@ IN_SERVICE = frozenset(
     {"IDLE", "MIXED", "MIX", "ALLOCATED", "ALLOC", "COMPLETING", "COMP", "PLANNED", "PLND", "RESERVED", "RESV"}
 )
 """States of nodes in service; nodes in unknown states do not count."""
-_ABSENT = "*$^"  # suffixes of a node that does not respond, is under maintenance, or reboots
+_ABSENT = "*$^"  # state suffixes of a node that does not respond, is under maintenance, or is rebooting
 _GPUS = re.compile(r"(?:^|,)(?:gres/)?gpu(?::[A-Za-z_][\w.-]*)?:(\d+)", re.ASCII)
 
 
@@ -36,7 +36,7 @@ class NodeCapacity:
 
 @dataclass(frozen=True, kw_only=True)
 class Shortfall:
-    """Describes a request that no named partition can meet, and the change that would help (empty if unclear)."""
+    """A request that no named partition can meet, in words, and the change that would help (empty if unclear)."""
 
     words: str
     change: str = ""
@@ -59,12 +59,12 @@ def partitions_here(text: str) -> dict[str, bool]:
 
 
 def known_partitions() -> dict[str, bool]:
-    """Return the partitions of this Slurm, with the default one marked; raises SlurmUnreachable."""
+    """Return the partitions of this Slurm, with the default one marked. Raises SlurmUnreachable."""
     return partitions_here(_answer(PARTITIONS))
 
 
 def known_nodes() -> list[NodeCapacity]:
-    """Return the nodes of all partitions of this Slurm; raises SlurmUnreachable."""
+    """Return the nodes of all partitions of this Slurm. Raises SlurmUnreachable."""
     return read_nodes(_answer(NODES))
 
 
@@ -108,7 +108,7 @@ def asked_words(asked: Resources) -> str:
 
 
 def shortfall(asked: Resources, nodes: Sequence[NodeCapacity]) -> Shortfall | None:
-    """Return why none of the job's partitions (the default one if none is named) can ever run it; None if one can.
+    """Return why none of the job's partitions (the default one if none is named) can ever run it, or None if one can.
 
     Also None if no nodes are known; whether a partition exists is checked elsewhere.
     """
@@ -183,9 +183,9 @@ def _nodes(count: int) -> str:
 
 
 def usable_nodes(asked: Resources, without: frozenset[str]) -> int | None:
-    """Return how many nodes of the job's partition could hold it, except `without`; the maximum of several partitions.
+    """Return how many nodes outside `without` could run the job. Of several partitions, the largest number counts.
 
-    `cluster.constraint` is not considered. Returns None for a partition that Slurm does not list; raises
+    `cluster.constraint` is not considered. Return None for a partition that Slurm does not list. Raises
     SlurmUnreachable.
     """
     return count_usable(asked, without, known_nodes())

@@ -21,7 +21,7 @@ from trainer.protocol.cut_text import cut
 
 @dataclass(frozen=True)
 class RefusalRule:
-    """A row of the table: `words` are patterns of sbatch's output, `hint` is advice, `change` is the key to change."""
+    """Table row. `words` are patterns for sbatch's output, `hint` is advice, and `change` is the key to change."""
 
     retryable: Retryable
     hint: str
@@ -99,7 +99,7 @@ REFUSALS = (
 UNKNOWN = RefusalRule(Retryable.YES, "orch does not recognize this message from Slurm; ask your site what it means", ())
 
 _ANSWERED = re.compile(r"batch job submission failed|allocation failure", re.IGNORECASE)
-"""Prefixes of slurmctld's refusal in sbatch's output; the latter with --test-only."""
+"""Prefixes of slurmctld's refusal in sbatch's output. The second one appears with --test-only."""
 _BEFORE_WORDS = re.compile(
     r"(sbatch: |error: |fatal: |batch job submission failed: |allocation failure: )+", re.IGNORECASE
 )
@@ -111,7 +111,7 @@ _SILENT = re.compile(
     r"|message (send|receive) failure|communication",
     re.IGNORECASE,
 )
-"""Messages that only the client side writes, so no answer arrived; later look-ups decide."""
+"""Messages that only the client writes. They mean that no answer arrived, so later look-ups decide."""
 
 
 def submit_error(output: str) -> SubmitRejected | SubmitAmbiguous:
@@ -160,7 +160,7 @@ class Lasts(Enum):
 
 @dataclass(frozen=True)
 class Wait:
-    """Meaning of a pending reason; `change`: keys to change, `look`: command with details."""
+    """Meaning of a pending reason. `change` has keys to change, and `look` is a command that shows details."""
 
     lasts: Lasts
     words: str
@@ -207,7 +207,7 @@ _WAITS: tuple[tuple[str, Wait], ...] = (
 
 
 def find_wait(reason: str) -> Wait | None:
-    """Return the meaning of a pending reason; None if it is unknown or empty.
+    """Return the meaning of a pending reason, or None if it is unknown or empty.
 
     Slurm prints some reasons as phrases instead of names, separated by blanks or `_`.
     """
@@ -216,7 +216,7 @@ def find_wait(reason: str) -> Wait | None:
 
 
 def waits_for_nodes(reason: str) -> bool | None:
-    """Return whether a job with fewer nodes might start sooner; None while Slurm has given no reason."""
+    """Return whether a job with fewer nodes might start sooner, or None while Slurm has given no reason."""
     if reason in ("", "None"):
         return None
     wait = find_wait(reason)

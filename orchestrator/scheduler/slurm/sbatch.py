@@ -1,4 +1,4 @@
-"""The sbatch script of one attempt, and its submission with submitit's SlurmExecutor and orch's options."""
+"""The sbatch script for one attempt, and its submission through submitit's SlurmExecutor with orch's options."""
 
 import contextlib
 import os
@@ -26,7 +26,7 @@ from orchestrator.scheduler.slurm.sbatch_values import check_field, check_nodes,
 
 _SUBMITTED = re.compile(r"^Submitted batch job (\d+)", re.MULTILINE)
 SBATCH_TIMEOUT_S = 60
-_MAX_MESSAGES = 1 << 16  # most bytes read of sbatch's messages
+_MAX_MESSAGES = 1 << 16  # maximum bytes read from sbatch's messages
 _NO_FILES = ("--output=/dev/null", "--error=/dev/null")
 """Slurm opens output files by name and follows links; if others can plant links, the agents open the files instead."""
 TEST_TIMEOUT_S = 10
@@ -79,7 +79,7 @@ def _bounded_sbatch(seconds: float) -> list[str]:
 
 
 def executor(spec: JobSpec, folder: Path | None = None) -> HeldExecutor:
-    """Return submitit's executor for this job; raises ConfigError for a value not allowed in a script.
+    """Return submitit's executor for this job. Raises ConfigError for a value not allowed in a script.
 
     `folder`: name under which submitit reaches the job's folder if another user could rename it.
     """
@@ -181,7 +181,7 @@ def refusal(spec: JobSpec) -> SubmitRejected | None:
 
 
 def submit(spec: JobSpec, entry: str) -> str:
-    """Submit the job held, return its id; raises SubmitRejected, SubmitAmbiguous, or Precondition without sbatch."""
+    """Submit the job held and return its id. Raises SubmitRejected, SubmitAmbiguous, or Precondition without sbatch."""
     executor(spec)  # invalid values are refused before anything else is checked
     require("sbatch")
     function = load_entry(entry)

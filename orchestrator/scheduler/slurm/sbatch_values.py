@@ -1,4 +1,4 @@
-"""Allowed values of sbatch options. Pure.
+"""Allowed values for sbatch options. Pure.
 
 Even a quoted newline ends the comment line of an sbatch script, and the next line would run as a command. So control
 characters are refused everywhere, and each field accepts only Slurm's grammar for it.
@@ -41,7 +41,7 @@ FORMS: dict[str, ValueFormat] = {
     "time-min": ValueFormat(r"(?:\d+-)?\d+(?::\d+){0,2}", "minutes, H:MM:SS or D-HH:MM:SS: 2-00:00:00"),
     "nodelist": HOSTS,
 }
-"""Formats of some options' values; Slurm checks the others."""
+"""Value formats for some options; Slurm checks the other options."""
 
 FLAGS = frozenset({"contiguous", "ignore-pbs", "overcommit", "reboot", "spread-job", "stepmgr", "use-min-nodes"})
 """Options without a value, set by `true`."""
@@ -108,7 +108,7 @@ def _refusal(key: str, value: object, why: str, hint: str) -> ConfigError:
 
 
 def _plain(key: str, value: object) -> str:
-    """Return the value as text on one line; raises ConfigError."""
+    """Return the value as text on one line. Raises ConfigError."""
     if not isinstance(value, str):
         raise ConfigError(f"{key}={value!r}: must be text", where=key, hint=f"put it in quotes: {key}='...'")
     if not value.isprintable():
@@ -118,7 +118,7 @@ def _plain(key: str, value: object) -> str:
 
 
 def check_text(key: str, value: object) -> str:
-    """Return the value as text; raises ConfigError for control characters, and for a leading dash."""
+    """Return the value as text. Raises ConfigError for control characters, and for a leading dash."""
     text = _plain(key, value)
     if text.startswith("-"):
         raise _refusal(key, text, "must not begin with '-'", "sbatch would read it as another option")
@@ -132,12 +132,12 @@ def _check_format(key: str, text: str, form: ValueFormat) -> str:
 
 
 def check_field(key: str, value: object, field: str) -> str:
-    """Return a valid value of a known field (see `_FIELDS`); raises ConfigError that names `key` and the remedy."""
+    """Return a valid value of a known field (see `_FIELDS`). Raises ConfigError that names `key` and the remedy."""
     return _check_format(key, _plain(key, value), _FIELDS[field])
 
 
 def minutes(key: str, value: object) -> int:
-    """Return a time limit in Slurm's notation in whole minutes, rounded up as in Slurm; raises ConfigError."""
+    """Return a time limit in Slurm's notation in whole minutes, rounded up as in Slurm. Raises ConfigError."""
     text = str(value)
     hint = f"{key} takes minutes, H:MM:SS or D-HH:MM:SS: {key}=2-00:00:00"
     try:
@@ -150,7 +150,7 @@ def minutes(key: str, value: object) -> int:
 
 
 def check_nodes(key: str, names: tuple[str, ...]) -> str:
-    """Return one host list of all these names and host lists, empty for none; raises ConfigError."""
+    """Return one host list that combines these names and host lists, or "" without any. Raises ConfigError."""
     single: list[str] = []
     for name in names:
         try:
@@ -164,7 +164,7 @@ def check_nodes(key: str, names: tuple[str, ...]) -> str:
 
 
 def check_options(options: Mapping[str, Any], section: str = "cluster") -> dict[str, Any]:
-    """Return `cluster.sbatch` as option -> True or text, without false or null options; raises ConfigError."""
+    """Return `cluster.sbatch` as option -> True or text, without false or null options. Raises ConfigError."""
     checked: dict[str, Any] = {}
     for option, value in options.items():
         name = _check_option(option, section)
@@ -220,7 +220,7 @@ KNOWN = frozenset(
 )  # fmt: skip
 """sbatch options left to the user; others may come from a site's plugins."""
 
-LONGEST_LEAD = 65535  # longest lead in seconds with which Slurm can signal a job before its end
+LONGEST_LEAD = 65535  # maximum seconds before a job's end at which Slurm can signal it
 _SIZES = ("mem", "mem-per-cpu", "mem-per-gpu")
 
 
@@ -252,8 +252,8 @@ def faults(section: str, values: Mapping[str, Any]) -> Iterator[ConfigError]:
         yield ConfigError(f"{' and '.join(keys)}: Slurm accepts only one of them", where=keys[0], hint=hint)
 
 
-_FEWEST_MEGABYTES = 1024  # below it, memory without a unit was probably meant in GB, not Slurm's MB
-_MOST_MINUTES = 1440  # above it, a time without a unit was probably meant in seconds, not Slurm's minutes
+_FEWEST_MEGABYTES = 1024  # below this, memory without a unit was probably meant in GB, not Slurm's MB
+_MOST_MINUTES = 1440  # above this, a time without a unit was probably meant in seconds, not Slurm's minutes
 
 
 def _check_unit(key: str, name: str, value: object) -> None:

@@ -44,7 +44,7 @@ from orchestrator.scheduler.slurm.sbatch_values import check_nodes
 from trainer.protocol.cut_text import cut
 
 ASK_AGAIN, ASK_AGAIN_AT_MOST = 30.0, 600.0
-"""First and longest pause in seconds before unresponsive accounting is queried again; doubled each time."""
+"""First and longest pause, in seconds, between queries to unresponsive accounting. Each pause doubles the last."""
 
 _NO_ACCOUNTING = "accounting storage is disabled"
 _NO_SUCH_JOB = "invalid job id"
@@ -70,7 +70,7 @@ class SlurmScheduler:
     def find(self, name_prefix: str, known: Collection[str] = ()) -> list[JobStatus]:
         queued, whole = self._queue(lambda job: is_marked(job, name_prefix, known))
         if not whole:
-            raise unreachable("squeue", "its answer was cut short")
+            raise unreachable("squeue", "its output was truncated")
         return queued
 
     def poll(self, ids: list[str]) -> dict[str, JobStatus]:
@@ -141,7 +141,7 @@ class SlurmScheduler:
         """Return this user's jobs that satisfy `mine`, including jobs that ended within MinJobAge."""
         done = run_command(["squeue", "-h", "-a", "--me", "-t", "all", *which, "-O", SQUEUE_FORMAT], self._timeout)
         if done.returncode != 0:
-            # For a single unknown id, squeue fails: a definite answer.
+            # squeue fails for a single unknown id, which is a definite answer.
             if which and _NO_SUCH_JOB in done.stderr.lower():
                 return Listing([], True)
             raise unreachable("squeue", done.stderr)
@@ -207,7 +207,7 @@ class SlurmScheduler:
             raise unreachable("sinfo", str(error)) from error
 
     def _accounting(self, which: list[str], mine: Mine = lambda job: True) -> list[JobStatus] | None:
-        """Return accounting rows that satisfy `mine`; None if the site has no accounting. Raises SlurmUnreachable."""
+        """Return accounting rows that satisfy `mine`, or None if there is no accounting. Raises SlurmUnreachable."""
         shape = ["-X", "-D", "-n", "-p", "--delimiter", SEPARATOR, "-o", SACCT_FORMAT, "-u", str(os.getuid())]
         done = run_command(["sacct", *shape, *which], self._timeout)
         if _NO_ACCOUNTING in done.stderr.lower():
@@ -221,7 +221,7 @@ class SlurmScheduler:
         except UnreadableField as error:
             raise unreachable("sacct", str(error)) from error
         if not whole:
-            raise unreachable("sacct", "its answer was cut short")
+            raise unreachable("sacct", "its output was truncated")
         return recorded
 
 
@@ -233,7 +233,7 @@ def _status(job_id: str, state: str, reason: str) -> JobStatus:
 
 
 def render(spec: JobSpec) -> str:
-    """Return the text of the sbatch script, for `--print-sbatch`; raises ConfigError."""
+    """Return the text of the sbatch script, for `--print-sbatch`. Raises ConfigError."""
     from orchestrator.scheduler.slurm import sbatch
 
     return sbatch.text(spec)
@@ -247,6 +247,6 @@ def refusal(spec: JobSpec) -> SubmitRejected | None:
 
 
 def has_node(name: str) -> bool:
-    """Return whether Slurm reports a node of this name."""
+    """Return whether Slurm reports a node with this name."""
     done = run_command(["sinfo", "-h", "-a", "-N", "-n", name, "-o", "%N"])
     return done.returncode == 0 and name in done.stdout.split()

@@ -97,7 +97,7 @@ def test_jobs_missing_from_a_cut_answer_are_unknown(program: Program, tmp_path: 
     program("sacct", DISABLED)
     found = SlurmScheduler().poll(["7", "8"])
     assert {job_id: job.state for job_id, job in found.items()} == {"7": "RUNNING", "8": UNREADABLE}
-    with pytest.raises(SlurmUnreachable, match="cut short"):
+    with pytest.raises(SlurmUnreachable, match="truncated"):
         SlurmScheduler().find("orch-")
 
 
@@ -164,7 +164,7 @@ def test_a_silent_accounting_leaves_what_the_queue_does_not_know_unknown(
     assert not (tmp_path / "asked").exists()
     both = scheduler.poll(["7", "8"])
     assert (both["7"].state, both["8"].state) == ("RUNNING", UNRECORDED)
-    assert "sacct got no answer" in both["8"].reason
+    assert "sacct got no usable answer" in both["8"].reason
     # One that takes long to fail is not asked in every pass.
     assert scheduler.poll(["8"])["8"].state == UNRECORDED
     assert (tmp_path / "asked").read_text() == "asked\n"

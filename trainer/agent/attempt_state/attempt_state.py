@@ -132,7 +132,7 @@ class RunningAttempt:
         self.stage = stage
 
     def start_ranks(self, master: tuple[str, int] | None) -> None:
-        """Order every training node to start its ranks; `master`: rendezvous address of a user's own command."""
+        """Order every training node to start its ranks. `master` is the rendezvous address for a user's own command."""
         history = self.history
         start = StartGeneration(
             generation=self.generation.number, fit=history.new_nodes, suspects=tuple(history.suspects),
@@ -192,7 +192,7 @@ class RunningAttempt:
         self.send_stop()
 
     def send_stop(self) -> bool:
-        """Ask the ranks to save and stop; returns False if no stop was requested."""
+        """Ask the ranks to save and stop. Return False if no stop was requested."""
         stop = self.stopping.stop
         if stop is not None:
             self.roster.broadcast(AskStop(reason=stop.reason, seconds=self.stopping.seconds_left(time.monotonic())))
@@ -208,7 +208,7 @@ class RunningAttempt:
     # -- decisions ---------------------------------------------------------------------------------------------------
 
     def situation(self, command: CommandPast | None) -> Situation:
-        """Return the input of `in_job_policy.decide`; `command` is the history of a user program."""
+        """Return the input for `in_job_policy.decide`; `command` is the history of a user program."""
         now, generation, stop = time.monotonic(), self.generation, self.stopping.stop
         failed_at = generation.first_failure
         ran_for = (failed_at or now) - generation.started
@@ -250,7 +250,7 @@ class RunningAttempt:
             await record_skip(decision.skip, self.attempt_dir, self.events)
 
     def replace_nodes(self, decision: Decision) -> Decision | None:
-        """Replace lost or blamed nodes with spares; returns a Decision if the attempt ends instead."""
+        """Replace lost or blamed nodes with spares. Return a Decision if the attempt ends instead."""
         self.generation.broken, self.history.new_nodes = None, True
         failure = self.with_drill(decision.failure)
         return spare_nodes.replace(decision, self.roster, self.events, drill=failure.drill if failure else "")

@@ -24,7 +24,7 @@ def rank_readings(
     ratios: Mapping[int, float], command: bool = False,
 ) -> RankReadings:  # fmt: skip
     """Return one reading of the sampled ranks. `ratios` holds the ranks whose own work takes longer than their peers'.
-    `command`: the ranks run a user program, whose step, phase and last sign of life are unknown.
+    `command` is true for a user program, whose step, phase and last sign of life are unknown.
     """
     ranks = tuple(
         RankReading(
@@ -51,7 +51,7 @@ class AttemptProgress:
 
     @property
     def saves_failing(self) -> str:
-        """Return when saves began to fail, and why; empty while they succeed."""
+        """Return when saves began to fail, and why, or "" while they succeed."""
         return next((self._saves[rank] for rank in sorted(self._saves)), "")
 
     def note_saves(self, rank: int, trouble: str, size: int) -> None:

@@ -1,4 +1,4 @@
-"""Stop requests of an attempt and the deadline of its job."""
+"""Stop requests for an attempt, and its job's deadline."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ class Bounds:
 
 
 def parse_time(text: str) -> float | None:
-    """Return a limit in Slurm's notation as seconds; None if it is unlimited."""
+    """Return a limit in Slurm's notation as seconds, or None if it is unlimited."""
     text = text.strip()
     if not text or time_spans.is_no_limit(text):
         return None
@@ -96,7 +96,7 @@ class Stopping:
         self.stop: Stop | None = None
 
     def correct(self, end: float, lasts: float | None = None) -> float:
-        """Set the job's end from the scheduler, converted with this node's time of day; returns the end used.
+        """Set the job's end from the scheduler, converted with this node's time of day, and return the end used.
         `lasts`: seconds from the job's start to its end, both on the scheduler's clock. A node's time of day may be off
         by hours, so it is trusted only within the possible delay of the coordinator's start.
         """

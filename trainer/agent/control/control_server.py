@@ -113,12 +113,12 @@ _PAUSE = 0.01
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 Admit = Callable[[Hello, AgentPeer], str]
-"""Admits an agent; returns the reason for a refusal, or an empty string."""
+"""Callback that admits an agent and returns the reason for a refusal, or an empty string."""
 Serve = Callable[[Hello, AgentPeer], Awaitable[None]]
 
 
 class _UnauthenticatedPeer:
-    """A connection that has not proved it has the token: only a socket and the bytes received, no task or stream."""
+    """Connection that has not proved yet that it has the token. It consists of a socket and bytes, without a task."""
 
     def __init__(self, connection: socket.socket, due: float) -> None:
         self.connection, self.due, self.challenge = connection, due, new_nonce()
@@ -127,7 +127,7 @@ class _UnauthenticatedPeer:
             connection.send(challenge_line(self.challenge))
 
     def hello(self) -> tuple[bytes, bytes] | None:
-        """Return the first line and the bytes after it; None until it is complete. Raises OSError or WireError."""
+        """Return the first line and the bytes after it, or None until it is complete. Raises OSError or WireError."""
         with contextlib.suppress(BlockingIOError):
             data = self.connection.recv(LONGEST_HELLO)
             if not data:
@@ -148,7 +148,7 @@ class ControlServer:
         self, token: str, *, admit: Admit, serve: Serve, on_foreign: Callable[[Hello, str], None] | None = None,
         patience: float = HELLO_SECONDS,
     ) -> None:  # fmt: skip
-        """`on_foreign` is called with the hello of an agent that uses a different protocol, and why it was refused."""
+        """`on_foreign` is called with the hello of an agent that uses another protocol, and why it was refused."""
         self.token, self._admit, self._serve, self._patience = token, admit, serve, patience
         self._on_foreign = on_foreign
         self._unauthenticated: OrderedDict[int, _UnauthenticatedPeer] = OrderedDict()  # by descriptor, oldest first
@@ -157,7 +157,7 @@ class ControlServer:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self, host: str) -> int:
-        """Listen on a free port of this address only; returns the port."""
+        """Listen on a free port of this address only and return the port."""
         listener = self._listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         listener.bind((host, 0))
         listener.listen(1024)
@@ -212,7 +212,7 @@ class ControlServer:
     def _make_room(self, places: int) -> None:
         while len(self._unauthenticated) > places:
             oldest = next(iter(self._unauthenticated))
-            # Its hello may have just arrived; read before dropping.
+            # Its hello may have just arrived, so read it before dropping the connection.
             self._read_hello(oldest)
             if oldest in self._unauthenticated:
                 self._drop(oldest)
@@ -248,7 +248,7 @@ class ControlServer:
         self._unauthenticated.pop(descriptor).connection.close()
 
     def _verify_hello(self, line: bytes, challenge: str) -> Hello:
-        """Return the hello that answers this connection's challenge; raises WireError for anything else."""
+        """Return the hello that answers this connection's challenge. Raises WireError for anything else."""
         text = hello_seal(self.token, challenge).verify(line)
         if text is None:
             raise Unproven("a hello without a valid proof")

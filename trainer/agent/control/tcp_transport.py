@@ -37,7 +37,7 @@ _SIOCGIFADDR = 0x8915
 
 
 def rendezvous_address(kind: str, interface: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the IPv4 address for rendezvous; raises RuntimeError if the named interface has none."""
+    """Return the IPv4 address for rendezvous. Raises RuntimeError if the named interface has none."""
     if interface:
         return interface_address(interface)
     if traits(kind).simulated_nodes:
@@ -50,7 +50,7 @@ def rendezvous_address(kind: str, interface: str, environ: Mapping[str, str] = o
 
 
 def interface_address(interface: str) -> str:
-    """Return the IPv4 address of a network interface; raises RuntimeError if it has none."""
+    """Return the IPv4 address of a network interface. Raises RuntimeError if it has none."""
     request = struct.pack("256s", interface.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -71,7 +71,7 @@ def _resolve_name(name: str) -> str:
 
 
 def _local_address(address: str) -> str:
-    """Return the local address used to reach `address`; sends nothing."""
+    """Return the local address used to reach `address`, without sending anything."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))
@@ -96,7 +96,7 @@ class Seal:
         return self._proof(line) + b" " + line
 
     def verify(self, line: bytes) -> bytes | None:
-        """Return the line without its proof; None if the proof does not match the next line."""
+        """Return the line without its proof, or None if the proof does not match the next line."""
         proof, space, text = line[: PROOF_BYTES - 1], line[PROOF_BYTES - 1 : PROOF_BYTES], line[PROOF_BYTES:]
         return text if space == b" " and hmac.compare_digest(proof, self._proof(text)) else None
 
@@ -156,7 +156,7 @@ class Unproven(WireError):
 
 
 class NotGreeted(ConnectionError):
-    """The peer sends no greeting: it is busy, an older release, or another program."""
+    """Raised if the peer sends no greeting. It may be busy, an older release, or another program."""
 
 
 class ForeignProtocol(WireError):
@@ -171,7 +171,7 @@ class Peer(asyncio.Protocol, Generic[Sent, Received]):
     def __init__(
         self, direction: Direction[Received], first: bytes = b"", seals: tuple[Seal, Seal] | None = None
     ) -> None:
-        """`first`: bytes already read after the hello; `seals`: for lines sent and received."""
+        """`first` has the bytes already read after the hello. `seals` are those for sent and for received lines."""
         self._direction = direction
         self._own_seal: Seal | None
         self._peer_seal: Seal | None
@@ -251,12 +251,12 @@ class Peer(asyncio.Protocol, Generic[Sent, Received]):
             self._transport.abort()
 
     async def receive(self) -> Received | None:
-        """Return the next message; None if the connection has ended. Raises WireError."""
+        """Return the next message, or None if the connection has ended. Raises WireError."""
         line = await self.receive_line()
         return None if line is None else read(self._direction, line)
 
     async def receive_line(self) -> bytes | bytearray | None:
-        """Return the next line as its sender wrote it; None if the connection has ended. Raises WireError."""
+        """Return the next line as its sender wrote it, or None if the connection has ended. Raises WireError."""
         while not self._lines:
             if len(self._torn) > LONGEST_LINE:
                 raise WireError(f"a line of more than {LONGEST_LINE} bytes")
@@ -319,7 +319,7 @@ CoordinatorPeer = Peer[FromAgent, ToAgent]
 
 
 def read(direction: Direction[Received], line: bytes | bytearray) -> Received:
-    """Return the message in one line; raises WireError."""
+    """Return the message in one line. Raises WireError."""
     try:
         return direction.read(line)
     except MessageError as error:
@@ -330,7 +330,7 @@ async def connect(host: str, port: int, token: str, hello: Hello) -> Coordinator
     """Connect, prove the token, send the hello (with a fresh nonce) and wait for the welcome.
     Raises OSError if that fails, the connection is closed, or the listener does not have the token. The caller should
     retry: a coordinator under attack may drop a connection before it reads the hello. Raises WireError if the
-    coordinator read the hello and refuses, and ForeignProtocol if the refusal is permanent.
+    coordinator read the hello and refused it, and ForeignProtocol if the refusal is permanent.
     """
     async with asyncio.timeout(WELCOME_SECONDS):  # TimeoutError is an OSError
         _, peer = await asyncio.get_running_loop().create_connection(lambda: CoordinatorPeer(TO_AGENT), host, port)
@@ -355,7 +355,7 @@ async def connect(host: str, port: int, token: str, hello: Hello) -> Coordinator
 
 
 async def _introduce(peer: CoordinatorPeer, token: str, hello: Hello) -> Welcome | Refused:
-    """Answer the challenge; returns the coordinator's answer. Raises NotGreeted or Unproven."""
+    """Answer the challenge and return the coordinator's answer. Raises NotGreeted or Unproven."""
     try:
         challenge = read(CHALLENGE, await _receive_greeting(peer))
     except WireError as error:

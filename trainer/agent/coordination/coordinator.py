@@ -177,7 +177,7 @@ class Coordinator:
         self._command = CommandRun(state.run_dir, state.attempt_dir, state.config, state.events, state.progress)
 
     async def open(self, host: str) -> dict[str, Any]:
-        """Listen and write coordinator.json for the other agents; returns its content. Raises OSError."""
+        """Listen and write coordinator.json for the other agents, and return its content. Raises OSError."""
         self._host = host
         port = await self._control_server.open(host)
         found = {"schema": "orch.coordinator/1", "host": host, "port": port, "token": self._control_server.token}
@@ -189,7 +189,7 @@ class Coordinator:
         self._state.deliver(hello.node, AgentRefused(name=hello.name, reason=reason))
 
     async def run(self) -> int:
-        """Run the attempt to its end; returns the exit code of every agent."""
+        """Run the attempt to its end and return the exit code of every agent."""
         self._timers.start()
         try:
             return await self._end_attempt(await self._lead())
@@ -213,7 +213,7 @@ class Coordinator:
     # -- the life of a generation ------------------------------------------------------------------------------------
 
     async def _run_generation(self) -> Decision | None:
-        """Run one generation; returns a Decision if the attempt ends, None if another generation follows."""
+        """Run one generation. Return a Decision if the attempt ends, or None if another generation follows."""
         await self._launch_ranks()
         decision = await self._watch_ranks()
         await self._state.record_decision(decision)
@@ -246,7 +246,7 @@ class Coordinator:
         return decision
 
     async def _tear_down(self, decision: Decision) -> bool:
-        """Kill the rest of the generation; returns whether it is gone from every node that will run the next one."""
+        """Kill the rest of the generation and return whether it is gone from every node that will run the next one."""
         state = self._state
         state.enter(AttemptStage.CLEARING)
         killed = await self._kill_generation(decision)
@@ -259,7 +259,7 @@ class Coordinator:
         return killed
 
     async def _kill_generation(self, decision: Decision) -> bool:
-        """Kill the generation's ranks; returns whether all are gone, except on nodes that `decision` gives up."""
+        """Kill the generation's ranks and return whether all are gone, except on nodes that `decision` gives up."""
         number, roster = self._state.generation.number, self._state.roster
         roster.broadcast(KillGeneration(generation=number))
         given_up = spare_nodes.left_behind(decision)
@@ -276,7 +276,7 @@ class Coordinator:
         return instead
 
     async def _prepare_next(self, decision: Decision, *, killed: bool) -> Decision | None:
-        """Wait until the next generation can start; returns a Decision if none will follow."""
+        """Wait until the next generation can start. Return a Decision if none will follow."""
         state = self._state
         if decision.action not in (Action.RESTART, Action.ROLL_BACK, Action.REPLACE):
             return decision

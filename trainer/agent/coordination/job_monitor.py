@@ -48,7 +48,7 @@ def analyse_dead_ranks(attempt: AttemptDir, generation: int, world: int) -> Find
 
 
 def desync_judgement(finding: Finding, ends: Sequence[RankEnd]) -> HangJudgement | None:
-    """Return the judgement on ranks that called different collectives; None if the records show no desync."""
+    """Return the judgement on ranks that called different collectives, or None if the records show no desync."""
     if not finding.kind.startswith("desync"):
         return None
     rank = finding.ranks[0] if finding.ranks else None
@@ -127,7 +127,7 @@ _PLACED = 3
 
 
 class JobMonitor:
-    """Receiver of the agents' reports; decides when the current generation must fail."""
+    """Receiver of the agents' reports that decides when the current generation must fail."""
 
     def __init__(self, state: RunningAttempt) -> None:
         self._state, self._config, self._roster, self._events = state, state.config, state.roster, state.events

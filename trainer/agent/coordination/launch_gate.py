@@ -1,4 +1,4 @@
-"""Launch token of an attempt: the wait for it before training, and the repeated check that it is still valid."""
+"""The launch token of an attempt. An agent waits for it before training; the coordinator rechecks it."""
 
 import asyncio
 import time

@@ -171,7 +171,7 @@ class MessageLoop:
         self._node_failures = NodeFailures(state)
 
     async def wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Handle messages until `condition` holds; returns False if it does not within `seconds`."""
+        """Handle messages until `condition` holds. Return False if it does not within `seconds`."""
         give_up = time.monotonic() + seconds
         while not condition():
             left = give_up - time.monotonic()
@@ -187,7 +187,7 @@ class MessageLoop:
             news = await self._handle_next(left)
 
     async def _handle_next(self, seconds: float) -> bool:
-        """Handle the next message, if one arrives within `seconds`; returns whether it may call for a decision."""
+        """Handle the next message, if one arrives within `seconds`, and return whether it may call for a decision."""
         try:
             node, message = await asyncio.wait_for(self._state.inbox.get(), max(0.0, seconds))
         except TimeoutError:
@@ -229,7 +229,7 @@ class MessageLoop:
                 self._handle_generation_message(node, message)
 
     def _place(self, rank: int) -> str:
-        """Return a rank's position in the mesh; empty for a user program, which builds its own."""
+        """Return a rank's position in the mesh, or "" for a user program, which builds its own."""
         config = self._state.config
         return "" if config.command else config.parallel.place_words(config.cluster.world_size, rank)
 

@@ -23,7 +23,7 @@ def _all_train(state: RunningAttempt) -> bool:
 
 
 READ_SECONDS = 2.0
-"""Maximum delay in seconds that reading requests may cause to the coordinator's other files."""
+"""Maximum seconds by which reading requests may delay the coordinator's access to its other files."""
 
 
 class RequestInbox:
@@ -46,7 +46,7 @@ _SAVE_SECONDS, _STACKS_SECONDS = 3600.0, 10.0
 
 
 def newest_own_save(reports: Sequence[ProgressReport], restored: int) -> int:
-    """Return the newest step that this generation saved itself, not restored; 0: none."""
+    """Return the newest step that this generation saved itself rather than restored, or 0 without one."""
     saved = max((report.saved for report in reports), default=0)
     return saved if saved > restored else 0
 
@@ -82,7 +82,7 @@ class RequestHandlers:
         self._drill_serial = 0
 
     def handle(self, request: Request, now: float, wall: float) -> str | None:
-        """Carry out the request; returns the answer. `now` is on the monotonic clock, `wall` the time of day."""
+        """Carry out the request and return the answer. `now` is on the monotonic clock, `wall` the time of day."""
         match request.kind:
             case RequestKind.STOP:
                 self._state.request_stop(self._state.stopping.on_request(request.reason, now))

@@ -75,7 +75,7 @@ def _lagging(records: Records, stall: Stall) -> Iterator[int]:
 
 
 def _last_synchronizing(numbers: Mapping[int, Mapping[int, CollectiveEntry]], first: int, through: int) -> int:
-    """Return the newest synchronizing collective in the range; 0 if none is known."""
+    """Return the newest synchronizing collective in the range, or 0 if none is known."""
     for number in range(through, first - 1, -1):
         entries = numbers.get(number, {})
         if any(entry.op.lstrip("_").startswith(_SYNCHRONIZING) for entry in entries.values()):
@@ -96,8 +96,8 @@ def host_roots(records: Records, waits: WaitGraph) -> WaitRoots:
 
 def last_resort(waits: WaitGraph, explained: Collection[Node]) -> WaitRoots:
     """Return the rank in a ring of waiting ranks that waits only for messages.
-    Receiving early is usual and blocks no other rank, but a rank that has not called a collective its peers are in is
-    behind. Such a rank is named only if it is the only one in its ring.
+    Receiving early is usual and blocks no other rank, but a rank that has not called a collective in which its
+    peers wait is behind. Such a rank is named only if it is the only one in its ring.
     """
     unknown = waits.reaching(waits.open)
     left = [node for node in range(len(waits.places)) if node not in explained and node not in unknown]

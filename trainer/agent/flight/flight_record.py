@@ -228,7 +228,7 @@ class Group:
     on_gpu: bool = False  # an NCCL group
     sure: bool = False  # `completed` was read, not inferred from the start of the record
     counted: bool = False  # both numbers are NCCL's own counters; the record has no entries for them
-    before: int = 0  # earlier groups of the same name in its record
+    before: int = 0  # earlier groups with the same name in its record
     surely: bool = True  # `before` is exact: the record has lost nothing
 
     @property
@@ -274,7 +274,7 @@ class FlightRecord:
 
     @classmethod
     def from_json(cls, text: str) -> "FlightRecord":
-        """Parse the output of `to_json`; raises ValueError for anything else."""
+        """Parse the output of `to_json`. Raises ValueError for anything else."""
         try:
             inflater = zlib.decompressobj()
             fields = json.loads(inflater.decompress(base64.b85decode(text), _LARGEST_RECORD))
@@ -294,8 +294,8 @@ class FlightRecord:
 
 
 def _parse_rows(kind: type[T], rows: Iterable[Sequence[Any]]) -> tuple[T, ...]:
-    """Return dataclasses with these fields; raises ValueError or TypeError if their number or a type differs.
-    By column, since a job has millions of rows with few different words.
+    """Return dataclasses with these fields. Raises ValueError or TypeError if their number or a type differs.
+    Rows are parsed by column, since a job has millions of them with few distinct words.
     """
     columns: list[Iterable[Any]] = list(zip(*rows, strict=True))
     if not columns:
@@ -387,7 +387,8 @@ def parse(
 
 def _dying(dump: dict[str, Any], raw: list[dict[str, Any]]) -> dict[int, str]:
     """Return the states of gloo's collectives on a dead rank, by `id`.
-    `failed` is set if one failed. gloo counts a failed collective as completed, and may mark completed ones late.
+    gloo counts a failed collective as completed and may mark completed ones late, so only the newest collective is
+    unfinished, and only if the dump shows a failure.
     """
     if "failed" not in dump:
         return {}
@@ -431,7 +432,7 @@ def _short(sizes: list[list[int]]) -> str:
 
 
 def _parse_group_config(config: Any) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return ranks and description by group. torch writes ranks as the text of a list, the rank itself as runs."""
+    """Return ranks and description by group. torch writes ranks as the text of a list, and a rank reports runs."""
     found = {}
     for key, value in config.items() if isinstance(config, Mapping) else ():
         if not isinstance(value, Mapping):

@@ -44,7 +44,7 @@ _VALUES = frozenset({
 
 
 def load_plain_values(data: bytes) -> Any:
-    """Return the content of a pickle of dicts, lists, tuples, strings and numbers; raises ValueError for others."""
+    """Return the content of a pickle of dicts, lists, tuples, strings and numbers. Raises ValueError for others."""
     if len(data) > MAX_PICKLE_BYTES:
         raise ValueError(f"pickle size {len(data):,} exceeds {MAX_PICKLE_BYTES:,} bytes")
     try:
@@ -62,7 +62,7 @@ def load_plain_values(data: bytes) -> Any:
 
 
 def _check_expansion(value: Any) -> Any:
-    """Return the value; raises ValueError if it expands hugely: a list containing itself, or repeated references."""
+    """Return the value. Raises ValueError if it expands hugely: a list containing itself, or repeated references."""
     count, letters, level = 0, 0, [value]
     for _ in range(_DEEPEST):
         count += len(level)
@@ -94,7 +94,7 @@ class FlightSockets:
         self._folder = _private_folder()
 
     def path(self, rank: int, generation: int) -> str:
-        """Return the socket path of a rank in a generation; empty if it cannot listen."""
+        """Return the socket path of a rank in a generation, or "" if it cannot listen."""
         path = f"{self._folder}/{rank}.{generation}" if self._folder else ""
         return path if len(path) <= _LONGEST_PATH else ""
 
@@ -104,7 +104,7 @@ class FlightSockets:
 
 
 def _private_folder() -> str:
-    """Create a folder below TMPDIR, or /tmp if that is too long or not writable; "" if both fail."""
+    """Create a folder below TMPDIR, or below /tmp if that is too long or not writable. Return "" if both fail."""
     for place in (tempfile.gettempdir(), "/tmp"):
         if len(place) > _LONGEST_PATH - 40:
             continue
@@ -114,7 +114,7 @@ def _private_folder() -> str:
 
 
 async def flight(rank: int, path: str, seconds: float) -> FlightRecord | None:
-    """Return the record of the rank that listens on `path`; None if it does not answer in time."""
+    """Return the record of the rank that listens on `path`, or None if it does not answer in time."""
     host, device = await asyncio.gather(ask(path, HOST, seconds), ask(path, DEVICE, seconds))
     # Without a GPU record, the host's record would be compared with the other ranks' GPUs.
     if not host or device is None:
@@ -126,7 +126,7 @@ async def flight(rank: int, path: str, seconds: float) -> FlightRecord | None:
 
 
 async def flights(paths: Mapping[int, str], seconds: float) -> tuple[list[FlightRecord], list[int]]:
-    """Query all these ranks at once; returns the records and the ranks that returned none."""
+    """Query all these ranks concurrently. Return the records, and the ranks that returned none."""
     answers = await asyncio.gather(*(flight(rank, path, seconds) for rank, path in paths.items()))
     found = [answer for answer in answers if answer is not None]
     return found, sorted(set(paths) - {answer.rank for answer in found})
@@ -134,7 +134,7 @@ async def flights(paths: Mapping[int, str], seconds: float) -> tuple[list[Flight
 
 async def ask(path: str, handler: str, seconds: float) -> bytes | None:
     """Return the answer of torch's worker server on `path`.
-    NOTHING if it lacks the handler; None if it is absent, refuses or is late.
+    Return NOTHING if the server lacks the handler, and None if it is absent, refuses or is late.
     """
     try:
         return await run_detached(lambda: _ask(path, handler, seconds), seconds) if path else None

@@ -1,4 +1,4 @@
-"""All ranks' flight records, paired by group and sequence number, and the graph of their waits."""
+"""All ranks' flight records, paired by group and sequence number, and the wait graph."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -188,7 +188,7 @@ class Finding:
 
     @property
     def on_host(self) -> bool:
-        """Return whether the collective is one of host memory in a job with GPUs."""
+        """Return whether the collective uses host memory in a job with GPUs."""
         return self.group.endswith(ON_HOST)
 
 
@@ -220,7 +220,7 @@ class MessageChannel:
 
     @property
     def what(self) -> str:
-        """Return a description of the payload; empty if unknown."""
+        """Return a description of the payload, or "" if unknown."""
         message = self.receiver or self.sender
         return message.what if message is not None else ""
 
@@ -232,7 +232,7 @@ class MessageChannel:
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Program of one rank that has not called the operation others wait for, or its stopped GPU."""
+    """A rank whose program has not called the operation that others wait for, or whose GPU has stopped."""
 
     rank: int
     on_gpu: bool
@@ -252,7 +252,7 @@ class _Item:
 
 @dataclass(slots=True)
 class WaitGraph:
-    """Graph of waits: `after[n]` lists the nodes that node n waits for."""
+    """Wait graph: `after[n]` lists the nodes that node n waits for."""
 
     places: list[Place] = field(default_factory=list)
     after: list[list[Node]] = field(default_factory=list)
@@ -411,7 +411,7 @@ def _before(stream: Sequence[_Item], at: int) -> list[Node]:
 
 
 def chain(waits: WaitGraph, way: dict[Node, Node | None], most: int = 6) -> str:
-    """Describe the longest chain to a root; empty if all wait for it directly."""
+    """Describe the longest chain to a root. Return "" if all wait for it directly."""
     depth: dict[Node, int] = {}
     for node, following in way.items():  # nearest to a root first
         depth[node] = 0 if following is None else depth[following] + 1

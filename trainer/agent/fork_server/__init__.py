@@ -1,1 +1,1 @@
-"""Fork server (a process with torch and the workload imported that forks ranks) and the start of ranks."""
+"""The fork server, a process that has imported torch and the workload and forks ranks, and the start of ranks."""

@@ -38,7 +38,7 @@ def _compare(before: CodeRecord | None, now: CodeRecord, occasion: Occasion, sin
 
 
 def record_code(attempt: AttemptDir, config: JobConfig, skip: Collection[str] = ()) -> CodeAtStart:
-    """Write this attempt's code record into its folder and compare it; only the first node does so.
+    """Write this attempt's code record and compare it with the previous one. Only the first node does so.
     `skip`: modules that this process had imported before the workload.
     """
     if not _is_first_node() or _is_away(attempt.run, config):
@@ -110,7 +110,7 @@ def _code_here(run: RunDir, config: JobConfig, skip: Collection[str]) -> CodeRec
 
 
 def _code_before(attempt: AttemptDir, now: CodeRecord) -> tuple[CodeRecord | None, str, Occasion]:
-    """Return the code that trained last, else the submitted code; raises OSError."""
+    """Return the code that trained last, else the submitted code. Raises OSError."""
     if (own := CodeRecord.read(attempt.code)) is not None:
         return own, _LAST_START, Occasion.NEXT
     for past in reversed(attempt.earlier_attempts()):

@@ -1,4 +1,4 @@
-"""Launch orders of ranks: command, environment, working directory, cores and GPUs."""
+"""Launch orders for ranks: command, environment, working directory, cores and GPUs."""
 
 import json
 import os
@@ -104,7 +104,7 @@ class RankLauncher:
         host: str,
         sockets: FlightSockets | None = None,
     ) -> None:
-        """`host`: address at which the coordinator reaches this node's agent; `sockets`: the ranks' flight servers."""
+        """`host` is the address at which the coordinator reaches this agent. `sockets` are for flight servers."""
         self._run, self._attempt, self._config, self._identity = run, attempt, config, identity
         self._environ, self._reached_at, self._sockets = environ, host, sockets
 
@@ -165,6 +165,6 @@ class RankLauncher:
         )
 
     def _host(self) -> str:
-        """Return the address peers use for this node's ranks: the named interface, else the coordinator's route."""
+        """Return the address at which peers reach this node's ranks: the named interface's, or else the agent's."""
         interface = self._config.cluster.interface
         return tcp_transport.interface_address(interface) if interface else self._reached_at

@@ -24,7 +24,7 @@ from trainer.protocol.rank_progress.progress import block_step_signals
 from trainer.protocol.run_dir import AttemptDir
 
 _DEFAULTS = {"PYTHONHASHSEED": "0"}
-"""Environment variables of ranks, unless `env` or the job's environment sets them.
+"""Environment variables for ranks, unless `env` or the job's environment sets them.
 Python draws its hash seed when the interpreter starts, and the seed determines the order of a set of strings. Every
 attempt, node, fork and restore test must use the same seed.
 """
@@ -150,7 +150,7 @@ class ForkServerLink:
         os.close(self._death)
 
     async def stop(self) -> bool:
-        """End the fork server; returns True if it left no ranks: it had reaped them all or started none."""
+        """End the fork server, and return whether it left no ranks, because it had reaped them all or started none."""
         if self._lost:
             return False
         # When its socket closes, it kills its remaining ranks and exits.

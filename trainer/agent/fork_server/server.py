@@ -69,8 +69,8 @@ def become_rank(
     order: StartRank, descriptors: Sequence[int], parent: int, fork_server_fds: Sequence[int], main: RankMain | None
 ) -> NoReturn:
     """Turn the calling, freshly forked process into the rank that `order` describes; never returns.
-    The fork was made within `block_step_signals`. The first of `descriptors` is its output. `main` is the warm entry
-    point; without it the rank starts cold, or runs the user's own command.
+    The caller must have forked within `block_step_signals`. The first of `descriptors` is the output. `main` is the
+    warm entry point; without it the rank starts cold, or runs the user's own command.
     """
     code: int = ExitCode.ERROR
     try:
@@ -200,7 +200,7 @@ class ForkServer:
             time.sleep(0.01)
 
     def _serve_once(self) -> bool:
-        """Wait for an event and handle it; returns False once the agent is gone."""
+        """Wait for an event and handle it. Return False once the agent is gone."""
         # Group members that are not our children die without a signal to us, so poll.
         patience = 10 if self._groups or self._empty else None  # ms
         ready = {descriptor for descriptor, _ in self._poll.poll(patience)}
@@ -303,7 +303,7 @@ def _rank_end(rank: int, info: os.waitid_result) -> RankEnd:
 
 
 def fork_unsafe_reason() -> str:
-    """Return why forking this process would be unsafe; empty if it is safe."""
+    """Return why forking this process would be unsafe, or "" if it is safe."""
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         return f"importing the workload started {threads - 1} thread(s)"
@@ -318,10 +318,10 @@ def fork_unsafe_reason() -> str:
 
 
 def _import_workload(config: JobConfig, link: socket.socket) -> tuple[RankMain, frozenset[str]]:
-    """Import torch and the workload; returns the entry point and the modules imported before the workload.
-    On failure, reports the error and exits. Nothing imported here is garbage. Scanning it would take a quarter of the
-    import time now and slow every collection in a rank later, so it is frozen before ranks are forked (as `gc.freeze`
-    documents).
+    """Import torch and the workload, and return the entry point and the modules imported before the workload.
+    On failure, report the error and exit. Imported objects never become garbage. Scanning them would take a quarter of
+    the import time now and slow every collection in a rank later, so they are frozen before ranks are forked (see
+    `gc.freeze`).
     """
     gc.disable()
     try:

@@ -123,7 +123,7 @@ class NewestCheckpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class CommandPast:
-    """Information on the program besides the exits of its ranks."""
+    """Information about the program other than the exits of its ranks."""
 
     failures: tuple[CommandFailure, ...] = ()  # consecutive, oldest first, of the earlier generations
     newest: NewestCheckpoint | None = None
@@ -251,7 +251,7 @@ def _near(one: float, other: float, ratio: float, few: float) -> bool:
 
 
 def _tries(row: Sequence[CommandFailure], past: CommandPast) -> int:
-    """Return the number of failures soon after a start from the newest checkpoint; 0 if it shows damage.
+    """Return the number of failures soon after a start from the newest checkpoint, or 0 if it shows damage.
     A second read of the same file may succeed, and an older checkpoint may load, so one failure decides nothing.
     """
     if past.newest is None or past.newest.damage or row[-1].trained:
@@ -260,7 +260,7 @@ def _tries(row: Sequence[CommandFailure], past: CommandPast) -> int:
 
 
 def _why_set_aside(row: Sequence[CommandFailure], past: CommandPast) -> str:
-    """Return why a checkpoint must not be loaded again; empty if all may be.
+    """Return why a checkpoint must not be loaded again, or "" if all may be.
     `past.torn` is chosen if set: a program may not load the newest checkpoint, and the torn one is useless.
     """
     last, newest = row[-1], past.newest

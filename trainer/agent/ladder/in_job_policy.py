@@ -46,7 +46,7 @@ FIXED_BY_RESTART = select_kinds(lambda traits: traits.restarts_in_place)
 """Failures that a new generation on the same nodes fixes."""
 
 AGAIN_SECONDS = 30.0
-"""Minimum seconds left for a restart just to save: the kill, a warm start, a restore, a step or two, and the save.
+"""Minimum seconds left for a restart only to save: the kill, a warm start, a restore, a step or two, and the save.
 Longer than the 20 s after a SIGTERM: SIGKILL follows soon, and a clean end is better than an attempt to save.
 """
 
@@ -157,7 +157,7 @@ def _without_failure(now: Situation) -> Decision:
 
 
 def _end_if_saves_fail(now: Situation, reason: str) -> Decision | None:
-    """End an attempt that could not save on its way out because saves have been failing; None otherwise."""
+    """Return the end of an attempt that could not save before stopping because saves were already failing, or None."""
     if not now.saves_failing:
         return None
     reason = f"{reason}: {now.saves_failing}"
@@ -198,7 +198,7 @@ def _bad_while_stopping(now: Situation, cause: Decision, reason: str) -> Decisio
 
 
 def _not_again(now: Situation) -> str:
-    """Return why ranks that failed while stopping are not restarted to save; empty if they are."""
+    """Return why ranks that failed while stopping are not restarted to save, or "" if they are."""
     if now.history.restarts_used >= now.budget and not now.history.restarted_to_save:
         return f"with {_spent(now.budget, 'restart in place', 'restarts in place')}"
     return _no_time(now)
@@ -343,7 +343,7 @@ def end(reason: str, failure: Failure, mark: str = "") -> Decision:
 
 def final_outcome(decision: Decision, stopped: str) -> tuple[ExitCode, AttemptResult, str]:
     """Return the attempt's end for this decision: the agents' exit code, the result and its reason.
-    `stopped`: why it was asked to stop; empty if it was not.
+    `stopped` is the reason for a requested stop, or "" if none was requested.
     """
     if decision.action is Action.FINISH:
         return ExitCode.FINISHED, AttemptResult.FINISHED, decision.reason

@@ -1,4 +1,4 @@
-"""PURE: the rank exit that caused a generation's failure, and the kind of failure."""
+"""The rank exit that caused a generation's failure, and the failure kind. Pure."""
 
 import re
 import signal

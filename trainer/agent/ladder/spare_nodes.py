@@ -8,14 +8,14 @@ from trainer.protocol.failures.outcome import Failure, FailureKind
 
 
 def replace(decision: Decision, roster: Roster, events: EventLog, *, drill: str = "") -> Decision | None:
-    """Replace every lost or excluded node with a spare; returns how the attempt ends if that fails.
+    """Replace every lost or excluded node with a spare. Return a Decision that ends the attempt if that fails.
     `drill`: kind of the drill that caused the loss, if any.
-    Why this is safe although a lost node, or a blamed node's ranks, may survive out of reach for a while:
+    This is safe even if a lost node, or a blamed node's ranks, survive out of reach for a while:
     - Its agent ends its ranks when its connection ends or times out, and is never admitted again. A blamed node's agent
       was ordered to kill them and has no node rank any more.
     - Its ranks cannot train: every step needs all ranks of their generation, and those on other nodes are killed before
       a new generation starts.
-    - They cannot commit or delete a checkpoint: rank 0, beside the coordinator, leads both, and a commit needs a
+    - They cannot commit or delete a checkpoint: rank 0, on the coordinator's node, leads both, and a commit needs a
       message from every rank of its generation. (Only on a node's own disk may the node's first rank delete.)
     - They cannot corrupt one: files are only created, never overwritten, and each generation uses its own names.
     """
@@ -49,7 +49,7 @@ def _replaced_nodes(decision: Decision) -> tuple[str, ...]:
 
 
 def left_behind(decision: Decision) -> tuple[str, ...]:
-    """Return nodes whose ranks may outlive the start of the next generation; empty if all nodes continue.
+    """Return nodes whose ranks may outlive the start of the next generation, or an empty tuple if all nodes continue.
     A hung driver or disk keeps a rank from dying, which is why its node is given up.
     """
     return _replaced_nodes(decision) if decision.action is Action.REPLACE else ()

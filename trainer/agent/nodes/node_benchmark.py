@@ -35,7 +35,7 @@ class NodeBenchmark:
         self._measured: dict[int, Speeds] = {}
 
     def add(self, message: RankSpeeds, now: float) -> None:
-        """Add one rank's measurements; raises ValueError if they are invalid."""
+        """Add one rank's measurements. Raises ValueError if they are invalid."""
         speeds = message.speeds
         if not all(value > 0 for value in (speeds.matmul, speeds.memory, *(seconds for _, seconds in speeds.pairs))):
             raise ValueError("measurements must be positive")
@@ -46,7 +46,7 @@ class NodeBenchmark:
             self._measured[message.rank] = speeds
 
     def end_trial(self, now: float) -> bool:
-        """End the trial if all ranks have been measured or are overdue; returns whether it ends now.
+        """End the trial if all ranks have been measured or are overdue, and return whether it ends now.
         The time limit starts when the first measurement arrives.
         """
         overdue = self._first is not None and now - self._first > self._config.seconds
@@ -64,7 +64,7 @@ class NodeBenchmark:
         return {name: median(node[name] for node in by_node) for name in _WORDS} if by_node else {}
 
     def failure(self, history: Mapping[str, float] | None = None) -> Failure | None:
-        """Return the failure of the node to blame, slowest first; None if all are fit or no node can be blamed.
+        """Return the failure of the node to blame, slowest first, or None if all are fit or no node can be blamed.
         `history`: usual speeds by measurement, for nodes of the same kind.
         """
         return (self._slow_node(history or {}) or self._badly_connected_node()) if self._comparable else None

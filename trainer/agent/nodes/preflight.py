@@ -1,4 +1,4 @@
-"""Checks of a node before training: GPUs, shared memory, and its first benchmark."""
+"""Node checks before training: GPUs, shared memory, and its first benchmark."""
 
 import os
 import re
@@ -43,7 +43,7 @@ _LINK = re.compile(r"^\s+Link \d+: (\S+)")
 
 
 def complaints(report: str) -> list[str]:
-    """Return descriptions of broken GPUs from an `nvidia-smi -q -x` report; empty if it cannot be parsed.
+    """Return descriptions of broken GPUs from an `nvidia-smi -q -x` report, or an empty list if it cannot be parsed.
     An unknown driver's report proves nothing against a node. Missing GPUs are counted elsewhere.
     """
     try:
@@ -77,7 +77,7 @@ def _read_fields(gpu: ElementTree.Element, path: str) -> set[str]:
 
 
 def lost_links(report: str) -> str:
-    """Return the GPUs in `nvidia-smi nvlink --status` with fewer links up than their neighbours; empty if none.
+    """Return the GPUs in `nvidia-smi nvlink --status` with fewer links up than their neighbours, or "" if none.
     The expected number depends on the machine. Bridges join pairs: a GPU without a bridge has no link up, and both
     GPUs of a narrow bridge have the same number. Neither counts as a loss.
     """
@@ -104,7 +104,7 @@ _LEAST_SHARED = 16 << 20  # per rank, for NCCL's buffers; gloo and the progress 
 
 
 def examine(run_dir: Path, config: JobConfig) -> list[PreflightFault]:
-    """Run all checks on the calling node; returns the faults."""
+    """Run all checks on the calling node and return the faults."""
     cluster = config.cluster
     found = (
         _run_folder(run_dir),
@@ -211,7 +211,7 @@ def _devices(wanted: int) -> PreflightFault | None:
 
 
 def _driver_count() -> int | None:
-    """Return the number of GPUs listed by nvidia-smi; 0 if it hangs, None if it is missing."""
+    """Return the number of GPUs listed by nvidia-smi, 0 if it hangs, or None if it is missing."""
     try:
         output = _driver("-L")
     except subprocess.TimeoutExpired:
@@ -240,7 +240,7 @@ def _driver(*arguments: str) -> str:
 
 
 def find_blamed_node(faults: Mapping[str, Sequence[PreflightFault]]) -> Failure | None:
-    """PURE: blame a node for the faults reported by the nodes (by name); None if all are fit.
+    """PURE: blame a node for the faults that the nodes reported (by name). Return None if all are fit.
     A node is suspect only for faults that other nodes do not share, or that are local by nature.
     """
     sick = {node: found for node, found in faults.items() if found}

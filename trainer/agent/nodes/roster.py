@@ -34,7 +34,7 @@ from trainer.protocol.node_identity import boot_id
 
 
 def identity() -> str:
-    """Return the identity of the running kernel, equal for all its processes; empty if unknown."""
+    """Return the identity of the running kernel, equal for all its processes, or "" if unknown."""
     try:
         return boot_id()
     except OSError:
@@ -64,7 +64,7 @@ Switches = Mapping[int, tuple[str, ...]]
 def assign_node_ranks_to(
     count: int, fit: Collection[int], switches: Switches = MappingProxyType({})
 ) -> tuple[NodeRanks | None, str]:
-    """Return the first assignment: the leader, the nodes nearest to it in the network, then others; None if too few.
+    """Return the first assignment: the leader, the nearest nodes in the network, then others. Return None for too few.
     Equally near nodes, and nodes without known switches, are taken in ascending order.
     """
     if LEADER not in fit:
@@ -157,7 +157,7 @@ class Roster:
         self.node_ranks: NodeRanks = dict(enumerate(range(self._wanted)))  # until all are examined
 
     def admit(self, hello: Hello, peer: AgentPeer) -> str:
-        """Admit an authenticated agent, one per node of this attempt; returns the reason for a refusal, or ""."""
+        """Admit an authenticated agent, one per node of this attempt, and return the reason for a refusal, or ""."""
         node, name = hello.node, hello.name
         if not 0 <= node < self._nodes or hello.attempt != self._attempt:
             return _NO_PLACE
@@ -189,7 +189,7 @@ class Roster:
                 self._deliver(member.node, AgentLost(reason=reason))
 
     async def _receive(self, member: Member, peer: AgentPeer) -> str:
-        """Receive until the connection ends; returns the reason if a message cannot be read."""
+        """Receive until the connection ends, and return the reason if a message cannot be read."""
         try:
             while (message := await peer.receive()) is not None and member.peer is peer:
                 self._note(member, message, time.monotonic())
@@ -246,7 +246,7 @@ class Roster:
         self._given_up.add(node)
 
     def assign_node_ranks(self) -> str:
-        """Assign node ranks and send them, if there are enough nodes; returns the reason."""
+        """Assign node ranks and send them, if there are enough nodes, and return the reason."""
         switches = {member.node: member.switches for member in self._usable()}
         node_ranks, reason = assign_node_ranks_to(self._wanted, list(switches), switches)
         if node_ranks is None:
@@ -257,7 +257,7 @@ class Roster:
         return reason
 
     def replace_nodes(self) -> tuple[tuple[Replacement, ...], str]:
-        """Give the node ranks of lost or excluded nodes to spares; returns no moves, and the reason, if impossible."""
+        """Give the node ranks of lost or excluded nodes to spares. If impossible, return no moves and the reason."""
         fit = [member.node for member in self._usable()]
         moves, reason = replacements(self.node_ranks, fit, [node for node in fit if self.members[node].ready])
         for move in moves:

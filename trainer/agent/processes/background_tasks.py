@@ -24,14 +24,14 @@ class HungFileSystem(OSError):
 
 
 async def run_detached(function: Callable[[], T], seconds: float) -> T:
-    """Return the value of `function`; raises TimeoutError if it is late, else its exception.
+    """Return the value of `function`. Raises TimeoutError if it is late, or else the exception from `function`.
     Not asyncio.to_thread: the interpreter waits for those threads at exit.
     """
     return await asyncio.wait_for(start_detached(function), seconds)
 
 
 async def read_file(function: Callable[[], T], path: Path, seconds: float) -> T:
-    """Return what `function` reads from `path`; raises HungFileSystem if that takes too long."""
+    """Return what `function` reads from `path`. Raises HungFileSystem if that takes too long."""
     try:
         return await run_detached(function, seconds)
     except TimeoutError as error:
@@ -48,7 +48,7 @@ class RepeatedRead(Generic[T]):
         """Start of the last read by `poll`."""
 
     async def result(self, seconds: float) -> T:
-        """Return a result that is newer than the last one; raises HungFileSystem after `seconds`.
+        """Return a result that is newer than the last one. Raises HungFileSystem after `seconds`.
         Every read gets at least `SHORTEST_READ` seconds: a near deadline proves nothing about the file system.
         """
         seconds = max(seconds, SHORTEST_READ)
@@ -61,7 +61,7 @@ class RepeatedRead(Generic[T]):
         return reading.result()
 
     def poll(self, pause: float) -> "asyncio.Future[T] | None":
-        """Return a finished read, once; otherwise start one if the last began at least `pause` seconds ago."""
+        """Return a finished read once. Otherwise, start a read if the last one started at least `pause` seconds ago."""
         done = None
         if self._reading is None:
             if self._clock() - self.began_at >= pause:
@@ -76,7 +76,7 @@ class RepeatedRead(Generic[T]):
 
 
 def start_detached(function: Callable[[], T]) -> "asyncio.Future[T]":
-    """Run `function` in a detached thread; returns a future."""
+    """Run `function` in a detached thread and return a future."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -174,7 +174,7 @@ CLOSE_SECONDS = 5.0
 class WriteBehind:
     """Writer that keeps the order of `append` and writes immediately while the file responds; never raises OSError.
     `write` and `close` may block, and run only in the writer's thread. `lost` is called with every text that could not
-    be written and the reason; of the texts that did not fit, only with the first.
+    be written and the reason, but only with the first of several texts that did not fit.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class WriteBehind:
         threading.Thread(target=self._run, name="orch-behind", daemon=True).start()
 
     def append(self, text: str) -> None:
-        """Queue `text` for writing; returns immediately."""
+        """Queue `text` for writing and return immediately."""
         with self._news:
             was_full, why = self._full, self._refusal()
             if not why:
@@ -201,7 +201,7 @@ class WriteBehind:
             self._lost(text, why)
 
     def _refusal(self) -> str:
-        """Return why no more text is accepted; empty if text is accepted."""
+        """Return why no more text is accepted, or "" if text is accepted."""
         if self._closed:
             return "the writer is closed"
         # Once full, it accepts nothing until all is written: gaps are few, and each is reported.
@@ -210,7 +210,7 @@ class WriteBehind:
         return "too much text waits for a hung file; further text is lost until the file responds" if self._full else ""
 
     def flush(self, seconds: float) -> bool:
-        """Wait at most `seconds` until all is written; returns whether it is."""
+        """Wait at most `seconds` until all is written, and return whether it was."""
         with self._news:
             return self._news.wait_for(lambda: not self._texts, seconds)
 

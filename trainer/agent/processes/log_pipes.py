@@ -81,7 +81,7 @@ class LogPipes:
             return theirs
 
     def settle(self, path: Path, seconds: float) -> bool:
-        """Wait at most `seconds` until all output so far is in the log's file; returns whether it is."""
+        """Wait at most `seconds` until all output so far is in the log's file, and return whether it was."""
         deadline = time.monotonic() + seconds
         with self._news:
             if self._news.wait_for(lambda: self._is_written(path), seconds):

@@ -17,7 +17,7 @@ from trainer.protocol.node_identity import NodeIdentity
 from trainer.protocol.run_dir import AttemptDir
 
 _SECONDS = 5.0
-"""Time limit of the report; a hung file system may be why the coordinator was lost."""
+"""Time limit for the report; a hung file system may be why the coordinator was lost."""
 
 
 async def write_agent_report(attempt: AttemptDir, identity: NodeIdentity, end: AgentEnd, why: str) -> None:
@@ -49,7 +49,7 @@ def become_subreaper() -> None:
 
 
 def kill_group(group: int, number: int = signal.SIGKILL) -> bool:
-    """Signal a process group; returns False if it has no members."""
+    """Signal a process group. Return False if it has no members."""
     try:
         os.killpg(group, number)
     except ProcessLookupError:
@@ -60,7 +60,7 @@ def kill_group(group: int, number: int = signal.SIGKILL) -> bool:
 
 
 def kill_children(exclude: Collection[int] = ()) -> bool:
-    """Kill every child of this process, adopted orphans included, except `exclude`; returns False if none was left."""
+    """Kill every child of this process, adopted orphans included, except `exclude`. Return False if none was left."""
     found = [pid for pid in children() if pid not in exclude]
     for pid in found:
         os.kill(pid, signal.SIGKILL)
@@ -109,7 +109,7 @@ class ProcessActivity:
 
 
 def read_activity(pid: int) -> ProcessActivity | None:
-    """Return the activity from a few short reads; None if the process does not exist."""
+    """Return the activity from a few short reads, or None if the process does not exist."""
     try:
         fields = _stat(_PROC / str(pid) / "stat")
     except OSError:
@@ -121,7 +121,7 @@ def read_activity(pid: int) -> ProcessActivity | None:
 
 
 def threads_named(pid: int, name: str) -> tuple[int, ...]:
-    """Return the threads of a process with this name; empty if it is gone."""
+    """Return the threads of a process with this name, or an empty tuple if it is gone."""
     folder = _PROC / str(pid) / "task"
     try:
         threads = os.listdir(folder)
@@ -180,7 +180,7 @@ def _read_schedstat(folder: Path) -> _Scheduled:
 
 
 def _io_bytes(pid: int) -> int:
-    """Return the bytes moved by its system calls; 0 if unknown."""
+    """Return the bytes moved by its system calls, or 0 if unknown."""
     try:
         lines = (_PROC / str(pid) / "io").read_text().splitlines()
     except OSError:
@@ -190,7 +190,7 @@ def _io_bytes(pid: int) -> int:
 
 
 def describe(pid: int) -> dict[str, Any] | None:
-    """Return /proc's information on a process and its threads, for display; None if it does not exist.
+    """Return /proc's information on a process and its threads, for display, or None if it does not exist.
     An unreadable file is replaced by the reason. WARNING: may block while the kernel holds the process's memory map.
     """
     folder = _PROC / str(pid)
@@ -275,7 +275,7 @@ class OomKills:
         self._pids: set[int] = set()
 
     def words(self, pid: int | None) -> str:
-        """Describe the kernel's kill of this process and the limit; empty without evidence of a kill."""
+        """Describe the kernel's kill of this process and the limit. Return "" without evidence of a kill."""
         if self._log is not None:
             self._pids.update(_new_pids(self._log))
             killed = pid in self._pids
@@ -301,7 +301,7 @@ class OomKills:
         return 0
 
     def _limit(self) -> int:
-        """Return the smallest limit of this cgroup and its ancestors in bytes; 0 if unlimited."""
+        """Return the smallest limit of this cgroup and its ancestors in bytes, or 0 if unlimited."""
         folders = [self._folder, *self._folder.parents] if self._folder is not None else []
         texts = [_read(one, name).strip() for one in folders for name in ("memory.max", "memory.limit_in_bytes")]
         limits = [int(text) for text in texts if text.isdigit() and int(text) < _NO_LIMIT]
@@ -329,7 +329,7 @@ def _read(folder: Path | None, name: str) -> str:
 
 
 def _open_at_end(log: Path) -> int | None:
-    """Open the kernel's log at its end; None if unreadable, or if its PIDs belong to another namespace."""
+    """Open the kernel's log at its end. Return None if it is unreadable or its PIDs belong to another namespace."""
     try:
         if os.readlink("/proc/self/ns/pid") != _FIRST_NAMESPACE:
             return None

@@ -17,7 +17,7 @@ LATE_SECONDS = 3.0
 The whole job was suspended or starved of CPU time.
 """
 REPORT_SECONDS = 5.0
-"""Time limit of the report; the agent may be stuck in a hung file system."""
+"""Time limit for the report; the agent may be stuck in a hung file system."""
 
 
 def add_silence(silent: float, passed: float, moved: bool) -> float:

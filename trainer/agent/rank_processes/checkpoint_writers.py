@@ -18,7 +18,7 @@ _LEAVE_SECONDS = 1.0
 
 
 class CheckpointWriter:
-    """Writer of one rank. A dead one is replaced, with the same memory, when the next generation requests it."""
+    """Writer of one rank. A dead process is replaced, with the same memory, when the next generation requests it."""
 
     def __init__(self, rank: int, environ: Mapping[str, str], output: int) -> None:
         """Must be called in the main thread: the kernel ties the parent-death signal to the starting thread."""
@@ -50,8 +50,8 @@ class CheckpointWriter:
 
     @contextlib.contextmanager
     def connection(self) -> Iterator[list[int]]:
-        """Yield descriptors for this generation's rank: memory and its end of a new connection; closed afterwards.
-        Ends the connection of an earlier generation. Yields no descriptors if no writer is available; ranks then create
+        """Yield descriptors for this generation's rank (the memory and its end of a new connection), then close them.
+        End the connection of an earlier generation. Yield no descriptors if no writer is available; ranks then create
         their own.
         """
         theirs = self._connect_or_restart()

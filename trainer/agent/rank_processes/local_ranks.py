@@ -94,7 +94,7 @@ class LocalRanks:
             self.by_rank[rank] = LocalRank(rank=rank, cell=cell, control=ours, theirs=theirs, stacks=stacks)
 
     def memory_kill(self, rank: int, number: int | None) -> str:
-        """Describe the kernel's out-of-memory kill of this rank; empty if it was not one."""
+        """Describe the kernel's out-of-memory kill of this rank. Return "" if there was none."""
         return self.oom_kills.words(self.by_rank[rank].pid) if number == signal.SIGKILL else ""
 
     def ask(self, reason: StopReason, deadline: float) -> None:
@@ -108,7 +108,7 @@ class LocalRanks:
             local.cell.expect_stop(at)
 
     def forward_store(self, store: RendezvousStore) -> None:
-        """Send the store's address, created by rank 0, to every other rank."""
+        """Send the address of the store that rank 0 created to every other rank."""
         for local in self.by_rank.values():
             if local.rank != 0 and not local.ended:
                 with contextlib.suppress(OSError):  # it has died; its exit is on its way
@@ -180,7 +180,7 @@ TERM_SECONDS = 5.0
 async def kill_generation(
     ranks: LocalRanks, link: ForkServerLink, *, politely: bool, term: float = TERM_SECONDS, obey: float = OBEY_SECONDS
 ) -> None:
-    """Kill the ranks; returns once all are gone, or the fork server is lost and `kill_orphaned_ranks` takes over.
+    """Kill the ranks. Return once all are gone, or the fork server is lost and `kill_orphaned_ranks` takes over.
     `politely`: send SIGTERM first to a user's program that has not received it; our own ranks ignore it.
     """
     if politely:
@@ -220,7 +220,7 @@ async def kill_orphaned_ranks(
     gone: Callable[[int], None],
     exclude: Collection[int] = (),
 ) -> None:
-    """Kill the process groups of all remaining ranks and the processes that left those groups; reports each exit.
+    """Kill the process groups of all remaining ranks and the processes that left those groups, and report each exit.
     `exclude`: children of this process other than ranks, the checkpoint writers. A process that cannot be killed (hung
     in the kernel) is abandoned after half a minute and not reported gone.
     """

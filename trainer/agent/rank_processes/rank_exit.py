@@ -1,4 +1,4 @@
-"""Exit of a rank: its last output and the exception in it."""
+"""A rank's exit: its last output and the exception in that output."""
 
 import json
 import re
@@ -108,8 +108,8 @@ def decode_shell_exit(exit_code: int | None, number: int | None) -> tuple[int | 
 
 
 def add_local_facts(end: RankEnd, local: LocalRank, ranks: LocalRanks, node: str, *, command: bool) -> RankEnd:
-    """Add to a rank's end the information in its agent's memory; uses no disk.
-    `command`: it was a user's own program, known only by its exit and its log.
+    """Add the information in the agent's memory to a rank's end, without using the disk.
+    `command` is true for a user's own program, which is known only by its exit and its log.
     """
     while local.receive_message() is not None:
         pass
@@ -125,7 +125,7 @@ async def complete_end(
     attempt: AttemptDir, end: RankEnd, own: RankEnd | None, *, command: bool, logs: LogPipes
 ) -> RankEnd:
     """Complete a rank's end for the coordinator with the rank's own report, from its socket (`own`) or its files.
-    Files that the file system shows late are not awaited: our own rank has reported the same over its socket.
+    Files that the file system shows late are not awaited: orch's own rank reports the same over its socket.
     """
     with suppress(TimeoutError, RuntimeError):  # RuntimeError: the node cannot start another thread
         await run_detached(lambda: logs.settle(attempt.rank_log(end.rank), _READ_SECONDS), _READ_SECONDS)

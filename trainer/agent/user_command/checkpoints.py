@@ -25,7 +25,7 @@ from trainer.protocol.failures.outcome import legible
 _NUMBER = re.compile(r"\d+", re.ASCII)
 _RANK = re.compile(r"(?<![a-z])(rank[-_=]?)(\d+)", re.IGNORECASE | re.ASCII)
 _TEMPORARY = re.compile(r"(?<![a-z])(tmp|temp|partial|incomplete|lock|bak|old)(?![a-z])", re.IGNORECASE)
-"""Remains of an interrupted save, which belong to no checkpoint."""
+"""Words in the names of files left by an interrupted save, which belong to no checkpoint."""
 
 
 def group(names: Collection[str], config: CommandCheckpointsConfig, most: int) -> list[tuple[int, str, list[str]]]:
@@ -111,7 +111,7 @@ def find_digits(name: str, step: int) -> str:
 
 
 def counterpart(name: str, main: str, other_main: str, others: Iterable[str]) -> str | None:
-    """Return the entry of another step that corresponds to this one, such as the same rank's; None if none does.
+    """Return the entry of another step that corresponds to this one, such as the same rank's, or None if none does.
     `main` and `other_main` are the entries that the pattern matches; where their numbers differ, such as in the step,
     the numbers of the two entries may differ too.
     """
@@ -138,7 +138,7 @@ _MOST, _MOST_ENTRIES = 1000, 100
 
 
 def scan_identities(folder: Path) -> dict[str, str]:
-    """Return the identity of each entry by its name; empty if the folder is missing. Raises OSError."""
+    """Return the identity of each entry by its name, or an empty dict if the folder is missing. Raises OSError."""
     try:
         with os.scandir(folder) as entries:
             return {entry.name: f"{entry.name}.{entry.inode():x}" for entry in entries}
@@ -198,7 +198,7 @@ _MARKERS = frozenset({".bin", ".json", ".pkl"})
 _GARBLED = (NotImplementedError, struct.error, ValueError, OverflowError, EOFError, LookupError, MemoryError)
 """Raised by zipfile for a directory with garbled numbers."""
 _INCOMPLETE = "checkpoint-is-incomplete.txt"
-"""Left by Hugging Face's Trainer in a checkpoint it had no time to finish; the Trainer ignores it when loading."""
+"""Left by Hugging Face's Trainer in a checkpoint that it had no time to finish; the Trainer ignores it when loading."""
 
 _BESIDE = "../"
 """Prefix of file names in the other entries of a checkpoint."""
@@ -242,7 +242,7 @@ class CommandCheckpoint:
 def find(
     folder: Path, config: CommandCheckpointsConfig, earlier: Stamps | None = None
 ) -> tuple[list[CommandCheckpoint], set[str]]:
-    """Return the newest checkpoints, newest step first, and the identities of all; empty if the folder is missing.
+    """Return the newest checkpoints, newest step first, and the identities of all. A missing folder has none.
     Raises OSError if it cannot be read.
     """
     there = scan_identities(folder)
@@ -264,7 +264,7 @@ def find_other_rank(folder: Path) -> str:
 
 
 def find_written_later(found: Sequence[CommandCheckpoint], config: CommandCheckpointsConfig) -> str:
-    """Return the name of a checkpoint newer, by name and files, than the highest step's; empty if none.
+    """Return the name of a checkpoint newer, by name and files, than the highest step's, or "" if none.
     If steps restart, as in a second training stage, they do not show which checkpoint the program loads.
     """
     entries = [entry for one in found for entry in _dated_entries(one, config)]
@@ -290,7 +290,7 @@ def _entry_name(file: str, one: CommandCheckpoint) -> str:
 
 
 def read_again(one: CommandCheckpoint, config: CommandCheckpointsConfig) -> CommandCheckpoint | None:
-    """Return the checkpoint's present state without its damage; None if it is gone. Raises OSError."""
+    """Return the checkpoint's current state without its damage, or None if it is gone. Raises OSError."""
     there = scan_identities(one.path.parent)
     up_to = [name for name in there if (step := config.parse_step(name)) is None or step <= one.step]
     for step, name, siblings in group(up_to, config, 1):
@@ -324,7 +324,7 @@ def _read_entry(path: Path) -> tuple[Files, bool]:
 
 
 def _state(file: Path) -> tuple[int, int] | None:
-    """Return size and change time; None for a symbolic link to a folder or to nothing.
+    """Return size and change time, or None for a symbolic link to a folder or to nothing.
     Raises OSError if the file is gone.
     """
     try:
@@ -364,7 +364,7 @@ def assess_damage(found: list[CommandCheckpoint], most: int = 4) -> list[Command
 
 
 def damage(one: CommandCheckpoint, filled: Collection[str]) -> str:
-    """Return a cheaply found sign that this checkpoint cannot be complete; empty if there is none.
+    """Return a cheaply found sign that this checkpoint cannot be complete, or "" if there is none.
     `filled`: kinds of files that are non-empty in some checkpoint of the run.
     """
     if one.files.keys() & {_INCOMPLETE, *(f"{_BESIDE}{name}/{_INCOMPLETE}" for name in one.siblings)}:
@@ -392,7 +392,7 @@ def _may_be_empty(
 
 
 def _read_metadata(folder: Path) -> bytes:
-    """Return the pickled metadata of torch.distributed.checkpoint about its files; empty if unreadable."""
+    """Return the pickled metadata of torch.distributed.checkpoint about its files, or no bytes if unreadable."""
     try:
         with open_regular(folder / ".metadata") as stream:
             return stream.read(_LARGEST)
@@ -401,7 +401,7 @@ def _read_metadata(folder: Path) -> bytes:
 
 
 def _lacks(one: CommandCheckpoint, older: Sequence[CommandCheckpoint]) -> str:
-    """Return a file kind in both newest complete older checkpoints but not in this one; empty if none.
+    """Return a file kind in both newest complete older checkpoints but not in this one, or "" if none.
     A kind that only one of them has was added later, such as an export or evaluation results.
     """
     if len(older) < 2 or one.cut or older[0].cut or older[1].cut:

@@ -44,7 +44,7 @@ from trainer.protocol.secrets.secret_redaction import in_use
 
 @dataclass(frozen=True, kw_only=True)
 class SetAsideCheckpoint:
-    """A checkpoint that was set aside, and its damage (empty: no sign of any)."""
+    """Checkpoint that was set aside; `damage` is empty if it shows no damage."""
 
     step: int
     identity: str
@@ -76,7 +76,7 @@ class CommandMemory:
 
     @classmethod
     def before(cls, attempt: AttemptDir) -> "CommandMemory":
-        """Return the newest state left by an earlier attempt; without failures and checkpoints if none or unreadable.
+        """Return the newest state left by an earlier attempt, or an empty state if there is none or it is unreadable.
         Raises OSError.
         """
         found = map(_read, (one.command_memory for one in reversed(attempt.earlier_attempts())))
@@ -84,7 +84,7 @@ class CommandMemory:
 
 
 def _read(path: Path) -> CommandMemory | None:
-    """Return the stored state, omitting set-aside checkpoints that are in place; None if there is no file."""
+    """Return the stored state, omitting set-aside checkpoints that are in place, or None if there is no file."""
     try:
         memory = build(CommandMemory, read_json(path))
         return replace(memory, aside=[one for one in memory.aside if not _is_back(one)], earlier=memory.earlier or {})
@@ -124,7 +124,7 @@ class CommandRun:
         return working_directory(self._run, self._config) / self._config.checkpoints.path
 
     def past(self) -> CommandPast | None:
-        """Return the input of `in_job_policy.Situation`; None for orch's own workloads."""
+        """Return the input of `in_job_policy.Situation`, or None for orch's own workloads."""
         if not self._on:
             return None
         found, aside = self._checkpoints, self._memory.aside
@@ -157,7 +157,7 @@ class CommandRun:
         self._memory.saved = self._memory.saved or self._checkpoints.has_whole()
 
     async def _why_unmovable(self) -> str:
-        """Return why it is unknown what the program would load without its newest checkpoint; empty if it is known."""
+        """Return why it is unknown what the program would load without its newest checkpoint, or "" if it is known."""
         if other := await run_bounded(partial(find_other_rank, self._folder())):
             return f"because checkpoints.path is the folder of one rank: {other} is another"
         if later := self._checkpoints.written_later():
@@ -259,7 +259,7 @@ class CommandRun:
         return only or same_without(row)
 
     def _earlier_step(self) -> int:
-        """Return the highest step in the last heartbeats of earlier attempts; 0 if unknown."""
+        """Return the highest step in the last heartbeats of earlier attempts, or 0 if unknown."""
         highest = 0
         for one in self._attempt.earlier_attempts():
             with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -301,7 +301,7 @@ class CommandRun:
         )  # fmt: skip
 
     async def _retarget(self, one: SetAsideCheckpoint, *, back: bool = False) -> list[Pointer]:
-        """Repair, or restore, the pointers that name this checkpoint as the newest; returns the changed ones."""
+        """Repair, or restore, the pointers that name this checkpoint as the newest, and return the changed ones."""
         scratch = Path(one.path)
         return [
             pointer for pointer in one.pointers if await run_bounded(partial(retarget, pointer, scratch, back=back))
@@ -328,13 +328,13 @@ def _describe(one: CommandCheckpoint | None) -> NewestCheckpoint | None:
 
 
 def _first_names(folder: Path) -> str:
-    """Return the first names in a folder, empty if it is missing; raises OSError."""
+    """Return the first names in a folder, or "" if it is missing. Raises OSError."""
     names = sorted(name for name in scan_identities(folder) if not name.startswith("."))
     return legible(", ".join(names[:2]) + (", ..." if len(names) > 2 else ""))
 
 
 def _attempt_seconds(attempt: AttemptDir) -> float:
-    """Return the seconds from the coordinator's start to its last heartbeat; 0 if unknown."""
+    """Return the seconds from the coordinator's start to its last heartbeat, or 0 if unknown."""
     try:
         return attempt.heartbeat.stat().st_mtime - attempt.coordinator.stat().st_mtime
     except OSError:

@@ -13,7 +13,7 @@ _LINES, _WIDTH = 500, 1000
 
 
 def find_step(text: str, pattern: str) -> dict[str, str] | None:
-    """Return the groups of the newest matching line, progress bars included; None without a match."""
+    """Return the groups of the newest matching line, progress bars included, or None without a match."""
     compiled = re.compile(pattern)
     for line in list(_newest_lines(text))[:_LINES]:
         found = compiled.search(line[:_WIDTH])
@@ -30,7 +30,7 @@ def is_whole(text: str) -> bool:
 
 
 def _newest_lines(text: str) -> Iterator[str]:
-    """Return the lines, newest first, split at line ends and carriage returns: each state of a progress bar is one."""
+    """Return the lines, newest first, split at line ends and carriage returns: each state of a progress bar counts."""
     return reversed(re.split(r"[\r\n]+", text))
 
 

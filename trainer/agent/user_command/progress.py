@@ -53,7 +53,7 @@ def _log_error(error: BaseException) -> None:
 
 
 class CommandProgress:
-    """Watch on the checkpoint folder; a failed check leaves the known state unchanged."""
+    """Monitor of the checkpoint folder. A failed check leaves the known state unchanged."""
 
     def __init__(
         self, folder: Callable[[], Path], config: CommandCheckpointsConfig, events: EventLog, progress: AttemptProgress,
@@ -75,7 +75,7 @@ class CommandProgress:
         self._there: set[str] = set()  # identities at the last check
         self._gone: set[str] = set()  # deleted identities; a new file may reuse one
         self._reported: dict[str, int] = {}  # identity -> step of checkpoints reported in events
-        self._reported_earlier: set[str] = set()  # those of them that predate the run
+        self._reported_earlier: set[str] = set()  # identities of reported checkpoints that predate the run
         self._highest = -1  # highest step of any checkpoint present when a generation of this attempt began or ended
         self._first = True
         self._reads = RepeatedRead(self._find, Path(config.path))
@@ -138,7 +138,7 @@ class CommandProgress:
         return next((one for one in older if not one.damage), None)
 
     def written_later(self) -> str:
-        """Return the name of a checkpoint newer than the highest step's; empty if none."""
+        """Return the name of a checkpoint newer than the highest step's, or "" if none."""
         return find_written_later(self._latest, self._config)
 
     def has_whole(self) -> bool:
@@ -174,8 +174,8 @@ class CommandProgress:
         if any(map(self._is_new, found)):
             self.saved_after = time.monotonic() - self._started
         for at, one in reversed(list(enumerate(found))):
-            # The newest checkpoint may still be being written, so it counts once two checks see it unchanged. One with
-            # a sign of damage may be too; it counts once all writers have exited.
+            # The newest checkpoint may still be being written, so it counts once two checks see it unchanged. A
+            # damaged one may still be being written too, so it counts once all writers have exited.
             unchanged = settled or before.get(one.identity) == one.files
             written = settled or (not one.damage and (at > 0 or unchanged))
             is_reported = one.identity in self._reported and (one.earlier or one.identity not in self._reported_earlier)
@@ -241,7 +241,7 @@ class CommandStep:
 
 
 def newest_step(text: str, pattern: str, seconds: float = MATCH_SECONDS) -> CommandStep | None:
-    """Return the step in the newest matching line, progress bars included; None without one. Raises SlowPattern."""
+    """Return the step in the newest matching line, progress bars included, or None without one. Raises SlowPattern."""
     command = [sys.executable, "-I", "-S", match_step.__file__, pattern]
     try:
         done = subprocess.run(command, input=text.encode(), stdout=subprocess.PIPE, timeout=seconds, check=False)

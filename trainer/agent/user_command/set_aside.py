@@ -51,7 +51,7 @@ def find_target(one: CommandCheckpoint, run: RunDir, attempt: int, generation: i
 
 
 def set_aside(one: CommandCheckpoint, target: Path, config: CommandCheckpointsConfig) -> bool:
-    """Move a checkpoint; returns False if it has changed since it was examined, or cannot be moved."""
+    """Move a checkpoint. Return False if it has changed since it was examined, or cannot be moved."""
     try:
         now = read_again(one, config)
         if now is None or (now.files, now.siblings) != (one.files, one.siblings) or os.path.lexists(target):
@@ -68,7 +68,7 @@ def set_aside(one: CommandCheckpoint, target: Path, config: CommandCheckpointsCo
 
 
 def move_siblings(original: Path, aside: Path, siblings: Sequence[str]) -> bool:
-    """Move the other entries of a checkpoint after the first; returns whether all that were still there were moved."""
+    """Move the other entries of a checkpoint after the first one, and return whether all remaining ones were moved."""
     place = _siblings_folder(aside)
     if not siblings or not os.path.lexists(aside):
         return True
@@ -89,7 +89,7 @@ def _siblings_folder(aside: Path) -> Path:
 
 
 def put_back(aside: Path, original: Path, siblings: Sequence[str] = ()) -> bool:
-    """Move a checkpoint back unless one of its names is taken; returns whether it did. Raises OSError."""
+    """Move a checkpoint back unless one of its names is taken, and return whether it was moved. Raises OSError."""
     place = _siblings_folder(aside)
     moved = [name for name in siblings if os.path.lexists(place / name)]
     taken = (original, *(original.parent / name for name in moved))
@@ -133,7 +133,7 @@ def _pointer(path: Path, one: CommandCheckpoint, instead: CommandCheckpoint | No
 
 
 def _content(path: Path) -> str | None:
-    """Return the text of a small file, or the target of a symbolic link; None for anything else."""
+    """Return the text of a small file, or the target of a symbolic link, or None for anything else."""
     try:
         if path.is_symlink():
             return os.readlink(path)
@@ -145,7 +145,7 @@ def _content(path: Path) -> str | None:
 
 
 def _replace_name(text: str, one: CommandCheckpoint, instead: CommandCheckpoint | None) -> str | None:
-    """Return the text with the name of `instead`; None unless it names only this checkpoint."""
+    """Return the text with the name of `instead`, or None unless it names only this checkpoint."""
     target = text.strip()
     name = target.rpartition("/")[2]
     if name in (one.path.name, *one.siblings):
@@ -168,7 +168,7 @@ def _entry_like(name: str, one: CommandCheckpoint, instead: CommandCheckpoint) -
 
 
 def retarget(pointer: Pointer, scratch: Path, *, back: bool = False) -> bool:
-    """Make a pointer name the other checkpoint (`back`: the first one) unless it was changed; returns whether it did.
+    """Make a pointer name the other checkpoint (`back`: the first one) unless it was changed. Return whether it did.
     `scratch` is a path on the same file system, outside the folder that the program scans. Raises OSError.
     """
     path = Path(pointer.path)

@@ -1,1 +1,1 @@
-"""Detection of hanging and slow ranks and of the root cause. Pure except for sampling."""
+"""Detection of hanging and slow ranks and of the root cause, and collection of evidence."""

@@ -1,7 +1,7 @@
 """Declares hangs: judges which rank stopped first, and collects the evidence.
 
-Only the rank that stopped first (`first_to_stop`) is checked against its own limit, so ranks that wait for a peer in a
-legal slow phase are never blamed for waiting. `in_job_policy.decide` chooses the response.
+Only the rank that stopped first (`first_to_stop`) is checked against its own limit, so ranks that wait for a peer in
+a legitimately slow phase are never blamed for waiting. `in_job_policy.decide` chooses the response.
 """
 
 from collections.abc import Mapping, Sequence
@@ -269,7 +269,7 @@ class _FlightQuery:
         return not self.waits or now - self.asked >= self.seconds
 
     def age(self, now: float) -> float:
-        """Return the age of the answers, less the extra time for many nodes: they would be stale before all arrive."""
+        """Return the answers' age, less the extra time for many nodes, since early answers would be stale too soon."""
         return max(0.0, now - self.asked - (self.seconds - _ANSWER_SECONDS))
 
 
@@ -310,7 +310,7 @@ class HangDetector:
     # -- input
 
     def add_report(self, node: int, report: ProgressReport, now: float) -> None:
-        """Add an agent's report; raises ValueError for impossible values."""
+        """Add an agent's report. Raises ValueError for impossible values."""
         if now - self._attended > ATTENTION_SECONDS:
             self._report_gaps.ask(None)
         self._report_gaps.add_report(self._roster.members[node].name, now)
@@ -337,7 +337,7 @@ class HangDetector:
     # -- judgement
 
     def look(self, now: float) -> Incident | None:
-        """Judge and act on the judgement; returns an Incident once its evidence is complete or late."""
+        """Judge the ranks and act on the result. Return an Incident once its evidence is complete or late."""
         if self.incident is not None:
             return self.incident if not self.incident.waits or now >= self.incident.until else None
         quiet = now - self.snapshot.moved

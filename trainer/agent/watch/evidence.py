@@ -80,12 +80,12 @@ def memory(seconds: float) -> bytes:
 
 
 def gpus(seconds: float) -> bytes:
-    """Return the driver's errors, clocks, throttling and processes; raises OSError without a driver."""
+    """Return the driver's errors, clocks, throttling and processes. Raises OSError without a driver."""
     return _run_tool(["nvidia-smi", "-q", "-d", _GPU], seconds)
 
 
 def _run_tool(command: list[str], seconds: float) -> bytes:
-    """Return the output of a program from this Python's folder or PATH; raises OSError if it prints none."""
+    """Return the output of a program from this Python's folder or PATH. Raises OSError if it prints none."""
     program = shutil.which(command[0], path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}")
     if program is None:
         hint = " (pip install 'orch[stacks]')" if command[0] == "py-spy" else ""
@@ -136,7 +136,7 @@ async def collect(
     folder: Path, node: int, ranks: Sequence[Subject], full: Collection[int], seconds: float, *, most: int = TOTAL
 ) -> dict[str, Any]:
     """Write the evidence available within `seconds`: all items for ranks in `full`, only cells and logs for the others.
-    Returns {written: names, missing: {name: reason}}. Late items are left to threads that are never awaited, so a hung
+    Return {written: names, missing: {name: reason}}. Late items are left to threads that are never awaited, so a hung
     file system delays neither the agent nor its exit.
     """
     until = time.monotonic() + seconds

@@ -52,7 +52,7 @@ class RankSample:
 
     @classmethod
     def from_row(cls, row: SampleRow, node: str, stages: Sequence[int] = ()) -> "RankSample":
-        """Return the sample in a row; raises ValueError for an impossible time. `stages`: the rank's pipeline row."""
+        """Return the sample in a row. Raises ValueError for an impossible time. `stages`: the rank's pipeline row."""
         moment = decode_activity(*stages[1:4]) if len(stages) >= 4 else None
         one = cls(*row, node=node, moment=moment, sent=SentMessages.from_row(stages[4:]))
         if min(one.age, one.alive, one.lock) < 0:
@@ -100,7 +100,7 @@ class Allowed:
 
 
 class _Limit(NamedTuple):
-    """Seconds without activity, the place, and a description of both."""
+    """Seconds allowed without activity, the place, and a description of the limit."""
 
     seconds: float
     where: str

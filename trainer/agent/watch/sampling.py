@@ -35,7 +35,7 @@ class JobSnapshot:
         self._p99: dict[str, dict[str, float]] = {}  # phase -> node -> seconds
 
     def add_report(self, report: ProgressReport, node: str, now: float) -> None:
-        """Add one agent's report; raises ValueError for impossible values."""
+        """Add one agent's report. Raises ValueError for impossible values."""
         stages = {row[0]: row for row in report.stages if row}
         for row in report.samples:
             sample = RankSample.from_row(row, node, stages.get(row[0], ()))
@@ -112,7 +112,7 @@ class AnswerTimes:
         self._threads: dict[int, tuple[int, ...]] = {}
 
     def __call__(self, pid: int) -> float:
-        """Return the seconds since the rank began."""
+        """Return the CPU seconds spent on answers since the rank started."""
         if not self._threads.get(pid):
             self._threads[pid] = threads_named(pid, _ANSWERS)
         return threads_cpu_seconds(pid, self._threads[pid])

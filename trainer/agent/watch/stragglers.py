@@ -193,7 +193,7 @@ class _Group:
         self.cases: dict[int, _Case] = {}
 
     def add_report(self, place: int, steps: int, sections: Sequence[float]) -> _Found | None:
-        """Add a rank's work so far; returns the result of the window that this report completes, or None."""
+        """Add a rank's work so far and return the result of the window that this report completes, or None."""
         before = self._steps[place]
         if steps <= before:
             return None
@@ -245,7 +245,7 @@ class _Group:
         return found
 
     def _earlier(self, place: int) -> float:
-        """Return the pace of a rank before it can have become slow; 0 if unknown."""
+        """Return the pace of a rank before it can have become slow, or 0 if unknown."""
         earlier = list(self._past[place])[:-_RECENT]
         return median(earlier) if len(earlier) >= _FEWEST_OWN else 0.0
 
@@ -357,7 +357,7 @@ class _Group:
         return section([spent[place] for spent in columns], others)
 
     def _follow(self, values: Sequence[float], normal: float, noise: float, steps: int) -> list[tuple[int, _Case]]:
-        """Add the cost of named ranks since then; returns the ranks that have recovered."""
+        """Add the cost of named ranks since then and return the ranks that have recovered."""
         over = []
         for place, case in self.cases.items():
             case.lost += max(0.0, values[place] - normal) * self._scale(place) * steps
@@ -393,7 +393,7 @@ class WorkWindows:
         self._places = {rank: (group, place) for group in groups for place, rank in enumerate(group.ranks)}
 
     def add_report(self, rows: Iterable[Sequence[int]]) -> list[StragglerVerdict]:
-        """Add rows of [rank, steps, cumulative nanoseconds in each of `SECTIONS`]; returns verdicts on stragglers."""
+        """Add rows of [rank, steps, cumulative nanoseconds in each of `SECTIONS`] and return verdicts on stragglers."""
         verdicts = []
         for rank, steps, *sections in rows:
             if rank not in self._places or len(sections) != _TOTAL:

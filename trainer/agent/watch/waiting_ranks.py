@@ -16,7 +16,7 @@ from trainer.protocol.config_sections.pipeline_config import PipelineConfig
 from trainer.protocol.rank_progress.progress import AWAITED_SENDS, OF_ACTIVATIONS, RECEIVES, Activity, StageActivity
 
 CONFIRMED = 1.0
-"""Seconds a process must be seen halted; a profiler may halt a waiting one for a moment."""
+"""Seconds a process must be seen halted; a profiler may halt a waiting process for a moment."""
 
 _NOBODY: Mapping[int, float] = {}
 
@@ -109,7 +109,7 @@ def first_to_stop(
 def _suspect_from_records(
     live: Sequence[RankSample], finding: Finding, lock_held: AbstractSet[int], on_gpus: bool
 ) -> Suspicion | None:
-    """Return what flight records show; None if they name no live rank."""
+    """Return what flight records show, or None if they name no live rank."""
     if finding.kind == "none":
         return None
     wanted = set(finding.ranks)

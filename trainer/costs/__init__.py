@@ -1,1 +1,1 @@
-"""PURE: costs of the built-in model: parameters, floating-point operations, bytes."""
+"""Costs of the built-in model: parameters, floating-point operations and bytes. Pure functions."""

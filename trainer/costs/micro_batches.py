@@ -1,4 +1,4 @@
-"""Number of micro-batches per step, and whether the schedule supports it. Pure."""
+"""Number of micro-batches per step, checked against the schedule. Pure functions."""
 
 from trainer.costs.simulation import formula
 from trainer.protocol.config_sections.pipeline_config import LARGE_ROUNDS, PipelineConfig, Schedule
@@ -15,13 +15,16 @@ class MicroBatchError(ValueError):
 
 
 def micro_batch_count(pipeline: PipelineConfig, train: TrainConfig, dp_size: int) -> int:
-    """Return the micro-batches per step on each data-parallel rank; raises MicroBatchError with valid counts."""
+    """Return the number of micro-batches per step on each data-parallel rank.
+
+    Raises MicroBatchError, which suggests valid counts.
+    """
     share = train.batch_size // dp_size
     fitting = _fitting(pipeline, share)
     key, count = _requested_count(pipeline, train, share, fitting)
     if count in fitting:
         return count
-    if not fitting:  # only for 1f1b: the others accept one micro-batch
+    if not fitting:  # only with 1f1b: other schedules accept one micro-batch
         raise MicroBatchError(
             f"train.batch_size={train.batch_size}: each data-parallel rank has {share} sequences per step, but "
             f"schedule {pipeline.schedule} needs one micro-batch or more for each of {pipeline.stages} stages: "
@@ -35,7 +38,7 @@ def micro_batch_count(pipeline: PipelineConfig, train: TrainConfig, dp_size: int
 
 
 def micro_batch_size(pipeline: PipelineConfig, train: TrainConfig, dp_size: int) -> int:
-    """Return the sequences of a forward pass; raises MicroBatchError."""
+    """Return the number of sequences per forward pass; raises MicroBatchError."""
     share = train.batch_size // dp_size
     if pipeline.stages == 1:
         return train.micro_batch_size or share
@@ -47,7 +50,7 @@ def _fitting(pipeline: PipelineConfig, share: int) -> list[int]:
 
 
 def _requested_count(pipeline: PipelineConfig, train: TrainConfig, share: int, fitting: list[int]) -> tuple[str, int]:
-    """Return the deciding key with its value, and the requested count; 0 for a size that does not divide the share."""
+    """Return the key that determines the count, as KEY=VALUE, and the count (0: the size does not divide the share)."""
     count, size = pipeline.micro_batches, train.micro_batch_size
     if count:
         if size and size * count != share:
@@ -82,10 +85,10 @@ def takes(pipeline: PipelineConfig, count: int) -> bool:
 
 
 def too_few(pipeline: PipelineConfig, train: TrainConfig, dp_size: int) -> str | None:
-    """Return a warning with a fix if ranks wait for a fifth of each step or more, else None.
+    """Return a warning and a fix if ranks wait for a fifth of each step or more, else None.
 
-    With `gpipe` and `1f1b` each rank is a stage. The zero-bubble schedules need as many micro-batches to fill idle
-    time. Raises MicroBatchError like `micro_batch_count`.
+    With `gpipe` and `1f1b` each rank is a stage. The zero-bubble schedules need equally many micro-batches to
+    fill their idle time. Raises MicroBatchError like `micro_batch_count`.
     """
     count, enough = micro_batch_count(pipeline, train, dp_size), ENOUGH * pipeline.ranks
     if pipeline.ranks == 1 or count >= enough:

@@ -1,4 +1,4 @@
-"""Parameters and FLOPs of the built-in model, and the peak FLOPS of devices. Pure."""
+"""Parameters and FLOPs of the built-in model, and the peak FLOP/s of devices. Pure functions."""
 
 import re
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ from trainer.protocol.config_sections.recipe_config import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """A parameter: its shape, and the dimension that tensor-parallel ranks share; None: replicated."""
+    """Name and shape of a parameter; tensor-parallel ranks split it along `tp_dim`, or replicate it (None)."""
 
     name: str
     shape: tuple[int, ...]
     tp_dim: int | None = None
     is_expert: bool = False
-    """Whether it is a stack of expert matrices, whose first dimension expert-parallel ranks share."""
+    """Whether this is a stack of expert matrices, which expert-parallel ranks split along the first dimension."""
 
     @property
     def elements(self) -> int:
@@ -79,17 +79,18 @@ _TENSOR_CORES: tuple[tuple[str, float, float], ...] = (
     ("MI300X", 1307.4, 163.4),
     ("MI250X", 191.5, 23.9),
 )
-"""Device name, dense TFLOP/s in 16 bits (without sparsity) and in float32 (without TF32), from vendors' data sheets.
+"""Name, dense 16-bit TFLOP/s, and float32 TFLOP/s without TF32, from vendors' data sheets.
 
-Names are parts of device names. MI250X counts per die, because each die is a device. More specific names come first.
+A device has the figures of the first name that its own name contains, so more specific names come first. The figures
+of MI250X are per die, because each die is a device.
 """
 
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> float:
-    """Return the FLOPs of forward and backward pass per token, counted as in PaLM.
+    """Return the FLOPs per token of the forward and backward passes, counted as in PaLM.
 
-    Chowdhery et al. 2022, appendix B: 6 per weight of a matrix product, and attention without the discount of a causal
-    mask; recomputation does not count. Queries have `heads` heads, keys and values `kv_heads`; norms, rotary embedding
+    Chowdhery et al. 2022, appendix B: 6 per matrix weight, plus attention without a discount for the causal
+    mask. Recomputation is not counted. Queries have `heads` heads, keys and values `kv_heads`; norms, rotary embedding
     and the embedding lookup count as zero.
     """
     width = model.dim // model.heads

@@ -1,13 +1,13 @@
-"""Bytes of model states per rank, gradient buckets, and the peak of a step. Pure.
+"""Bytes of model states per rank, gradient buckets, and the peak of a step. Pure functions.
 
-Weights, gradients and both moments of Adam are float32: 16 bytes per parameter in a rank's shard, plus 4 for the step
-count of each parameter tensor (Rajbhandari et al. 2020, section 3, count 16 with half-precision weights beside float32
-ones; here half-precision weights exist only while a layer computes).
+Weights, gradients and both Adam moments are float32: 16 bytes per parameter in a rank's shard, plus 4 for the step
+count of each parameter tensor. Rajbhandari et al. 2020, section 3, also count 16, but store half-precision weights next
+to float32 weights; here half-precision weights exist only while a layer computes.
 
-Follows FSDP2 (torch 2.13, `torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py`) through one micro-batch: which
-layers are gathered, which buffers of an all-gather or a reduce-scatter still exist, and which gradients exist; with
-plain replicas, which gradient buckets. Internal copies of a backend (gloo makes some, NCCL does not) and the memory of
-saves are not included. Shared experts (`parallel.ep`) are gathered while their layer is.
+The calculation follows FSDP2 (torch 2.13, `torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py`) through one
+micro-batch: which layers are gathered, and which all-gather buffers, reduce-scatter buffers and gradients still exist.
+With plain replicas, it follows the gradient buckets instead. Internal copies of a backend (gloo makes some, NCCL does
+not) and the memory of saves are not included. Shared experts (`parallel.ep`) are gathered with their layer.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ BUCKET_BYTES = 25 << 20
 
 
 def pack_buckets(gradients: Iterable[tuple[Hashable, int]]) -> Iterator[list[int]]:
-    """Yield buckets of positions of adjacent gradients of the same kind; a gradient is its kind and bytes."""
+    """Yield buckets: positions of adjacent gradients of the same kind. Each gradient is given as (kind, bytes)."""
     bucket: list[int] = []
     size, last = 0, None
     for position, (kind, nbytes) in enumerate(gradients):
@@ -42,7 +42,7 @@ FLOAT32 = 4
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """Bytes on one rank; `gradients` exist from the backward pass until the optimizer has stepped."""
+    """Bytes of model states on one rank; `gradients` exist from the backward pass until the optimizer has stepped."""
 
     parameters: int
     gradients: int
@@ -58,7 +58,7 @@ class StateBytes:
 def state_bytes(
     parameters: Iterable[Parameter], parallel: ParallelConfig, world_size: int, rank: int = 0
 ) -> StateBytes:
-    """Return the states on `rank`; with FSDP2 the last shards of an unevenly divided dimension are smaller or empty."""
+    """Return the bytes of the states on `rank`; with FSDP2 the last shards of an uneven split are smaller or empty."""
     sizes = parallel.parameter_sizes(world_size)
     known = list(parameters)
     elements = sum(prod(local_shape(parameter, sizes, rank, parallel.ep)) for parameter in known)
@@ -73,8 +73,8 @@ def state_bytes(
 def local_shape(parameter: Parameter, sizes: Mapping[str, int], rank: int, ep: int = 1) -> tuple[int, ...]:
     """Return the shape of the parameter's shard on `rank`: split along `tp_dim`, then along the first dimension.
 
-    Experts shared by `ep` ranks are split into groups of experts, and these along the second dimension; `tp` ranks
-    count like any others.
+    If `ep` is above 1, experts are first divided among `ep` ranks, then split along the second dimension among all
+    ranks with the same experts, including `tp` ranks.
     """
     shape = list(parameter.shape)
     place = locate_rank(sizes, rank)
@@ -94,24 +94,24 @@ def _chunk(length: int, parts: int, index: int) -> int:
 
 @dataclass(frozen=True)
 class _Unit:
-    """Bytes of a unit, whose parameters are gathered and freed together."""
+    """Bytes of an FSDP unit, whose parameters are gathered and freed together."""
 
     gathered: int
     shard: int
     """Bytes of this rank's shard."""
     buffer: int
-    """Buffer for its all-gather; 0 if it receives no data from other ranks."""
+    """All-gather buffer; 0 if the unit receives no data from other ranks."""
     is_inner: bool = False
-    """Whether it computes while the preceding unit is gathered: true of a layer's shared experts."""
+    """Whether this unit computes while the preceding unit is gathered, as a layer's shared experts do."""
 
     @property
     def gathering(self) -> int:
-        """Return the bytes with the all-gather buffer, and a second buffer to reorder sharded experts."""
+        """Return the bytes during an all-gather: weights, buffer, and a second buffer that reorders sharded experts."""
         return self.gathered + self.buffer * (2 if self.is_inner else 1)
 
     @property
     def reducing(self) -> int:
-        """Return the bytes of expert gradients during reduction: reordered, packed, and one divided shard."""
+        """Return the bytes of expert gradients during their reduction, which reorders and packs copies."""
         return 3 * self.gathered if self.is_inner else 0
 
 
@@ -138,7 +138,7 @@ def peak_bytes(parameters: Iterable[Parameter], parallel: ParallelConfig, world_
 def _replica_gradient_bytes(
     parameters: Sequence[Parameter], parallel: ParallelConfig, world_size: int
 ) -> Iterator[int]:
-    """Yield the bytes of plain replicas' gradients whenever a bucket is full: computed gradients and the bucket."""
+    """Yield the gradient bytes of a plain replica each time a bucket is full: all gradients so far, and the bucket."""
     sizes = parallel.parameter_sizes(world_size)
     gradients = [FLOAT32 * prod(local_shape(parameter, sizes, 0, parallel.ep)) for parameter in reversed(parameters)]
     done = 0
@@ -168,12 +168,12 @@ def _unit(parameters: Sequence[Parameter], sizes: Mapping[str, int], ep: int, *,
 
 
 def _around(units: Sequence[_Unit], number: int) -> int:
-    """Return the number of the layer that is or contains this unit."""
+    """Return the number of the layer that contains this unit, or of the unit itself if it is a layer."""
     return number - 1 if units[number].is_inner else number
 
 
 def _bytes_with_reshard(units: _Units) -> Iterator[int]:
-    """Yield memory if each unit is gathered for its forward pass, freed, and gathered again for its backward pass."""
+    """Yield the bytes in use if units are gathered for the forward pass, freed, and gathered again for the backward."""
     inside, root = units.inside, units.root.gathered
     for number, unit in enumerate(inside):
         layer = inside[_around(inside, number)].gathered if unit.is_inner else 0
@@ -193,7 +193,7 @@ def _bytes_with_reshard(units: _Units) -> Iterator[int]:
 
 
 def _bytes_without_reshard(units: _Units) -> Iterator[int]:
-    """Yield memory if each unit is gathered for its forward pass and stays until the end of its backward pass."""
+    """Yield the bytes in use if each unit is gathered for its forward pass and freed after its backward pass."""
     inside, gathered = units.inside, units.root.gathered
     for number, unit in enumerate(inside):
         yield gathered + unit.gathering + (inside[number - 1].buffer if number else 0)
@@ -209,16 +209,16 @@ def _bytes_without_reshard(units: _Units) -> Iterator[int]:
 
 
 def _of_root(units: _Units) -> int:
-    """Return memory at the end of the backward pass: the root's weights and gradients, and a reduce-scatter input."""
+    """Return the bytes in use at the end of the backward pass, including a reduce-scatter input."""
     return 2 * units.root.gathered + units.inside[0].gathered + sum(unit.shard for unit in units.inside)
 
 
 def _host_copies(parameters: Sequence[Parameter], parallel: ParallelConfig, world_size: int) -> int:
-    """Return the maximum bytes of weights and gradients that an optimizer in host memory copies together."""
+    """Return the maximum bytes of weights and gradients that an optimizer in host memory copies at a time."""
     sizes = parallel.parameter_sizes(world_size)
     together = most = 0
     for parameter in parameters:
-        if len(parameter.shape) > 1:  # the others form a small group of their own
+        if len(parameter.shape) > 1:  # other parameters form a separate, small group
             together += FLOAT32 * prod(local_shape(parameter, sizes, 0, parallel.ep))
             most = max(most, together)
             together = 0 if together >= HOST_COPY_BYTES else together

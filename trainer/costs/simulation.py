@@ -1,4 +1,4 @@
-"""Pipeline schedules as tables, their simulated times and their bubbles. Pure."""
+"""Pipeline schedules as tables, their simulated times and their bubbles. Pure functions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Kind(StrEnum):
-    """Kinds of action, with the letters of torch's tables."""
+    """Kinds of actions, with their codes in torch's tables."""
 
     FORWARD = "F"
     BACKWARD = "B"  # gradients for activations and weights
@@ -26,7 +26,7 @@ COMPUTES = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIE
 
 
 class PipelineAction(NamedTuple):
-    """An entry of a table; `micro_batch` is -1 for an action that a stage performs once."""
+    """Entry of a table; `micro_batch` is -1 for an action that a stage performs once per step."""
 
     stage: int
     kind: Kind
@@ -37,7 +37,7 @@ class PipelineAction(NamedTuple):
 
 
 Table = Sequence[Sequence[PipelineAction]]
-"""Actions by rank of the pipeline."""
+"""Actions of each pipeline rank, in order."""
 
 
 def activations_held(table: Table) -> list[int]:
@@ -55,8 +55,8 @@ def activations_held(table: Table) -> list[int]:
 def formula(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> float:
     """Return the bubble (p - 1) / (m + p - 1) of `gpipe` and `1f1b` with equal stages.
 
-    With v stages per rank, m is replaced by v x m. Huang et al. 2019, section 2.1; Narayanan et al. 2021, section 2.2,
-    which gives it as a share of the work.
+    With v stages per rank, m is replaced by v x m. Sources: Huang et al. 2019, section 2.1, and Narayanan et al.
+    2021, section 2.2, who state the bubble as a share of the work.
     """
     return (ranks - 1) / (stages_per_rank * micro_batches + ranks - 1)
 
@@ -117,7 +117,7 @@ class PipelineTimeline:
         return max((spans[-1].end for spans in self.spans if spans), default=0.0)
 
     def ranks(self) -> list[RankSeconds]:
-        """Return the times per rank, in the form measured in a training step."""
+        """Return the times of each rank, in the same form as the times measured in training."""
         return [_rank_seconds(spans) for spans in self.spans]
 
 
@@ -126,7 +126,7 @@ class DeadlockError(ValueError):
 
 
 def simulate(table: Table, stages: Sequence[StageSeconds]) -> PipelineTimeline:
-    """Start every action once its rank is free and its input has arrived; sends are free. Raises DeadlockError."""
+    """Start each action once its rank is free and its input has arrived; sends take no time. Raises DeadlockError."""
     arrivals: dict[PipelineAction, float] = {}
     clocks, places = [0.0 for _ in table], [0 for _ in table]
     spans: list[list[Span]] = [[] for _ in table]
@@ -155,7 +155,7 @@ def simulate(table: Table, stages: Sequence[StageSeconds]) -> PipelineTimeline:
 
 
 def action_seconds(action: PipelineAction, stages: Sequence[StageSeconds]) -> float:
-    """Return an action's duration. torch 2.13 computes the first stage's whole backward pass with its weights."""
+    """Return an action's duration. torch 2.13 runs the first stage's whole backward pass with its weight gradients."""
     stage = stages[action.stage]
     backward = stage.input_gradient + stage.weight_gradient
     if action.kind is Kind.INPUT_GRADIENT:
@@ -166,7 +166,7 @@ def action_seconds(action: PipelineAction, stages: Sequence[StageSeconds]) -> fl
 
 
 def _ready(action: PipelineAction, stages: int, arrivals: Mapping[PipelineAction, float]) -> float | None:
-    """Return the arrival time of an action's input; None: unknown so far."""
+    """Return the arrival time of an action's input, or None if it is still unknown."""
     stage, kind, micro_batch = action
     if kind is Kind.FORWARD and stage > 0:
         return arrivals.get(PipelineAction(stage, Kind.RECEIVE_ACTIVATION, micro_batch))
@@ -182,7 +182,7 @@ def _deliver(
     own: set[int],
     arrivals: dict[PipelineAction, float],
 ) -> None:
-    """Record when an action's result arrives where it is needed; within a rank, immediately."""
+    """Record the arrival time of an action's result at the next stage; within a rank, it arrives immediately."""
     stage, kind, micro_batch = action
     if kind in (Kind.FORWARD, Kind.SEND_ACTIVATION):
         to = PipelineAction(stage + 1, Kind.RECEIVE_ACTIVATION, micro_batch)

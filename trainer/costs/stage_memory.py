@@ -1,4 +1,4 @@
-"""Peak bytes of a step on a pipeline rank, including activations. Pure.
+"""Peak bytes of a step on a pipeline rank, including activations. Pure functions.
 
 Covers the built-in model in float32, without recomputation, context parallelism and loss chunks. A mixture of experts
 is modelled with equally loaded experts; with `parallel.ep` a rank computes tokens sent by others, so a rank with
@@ -32,7 +32,7 @@ def parameters_of_rank(config: JobConfig, rank: int) -> list[Parameter]:
 
 
 def parts_of_rank(config: JobConfig, rank: int) -> list[StagePart]:
-    """Return the stages of `rank`; raises ValueError for a model that cannot be split that way."""
+    """Return the stages of `rank`; raises ValueError if the model cannot be split into them."""
     pipeline = config.parallel.pipeline
     place = config.parallel.locate_work(config.cluster.world_size, rank)[0]
     parts = split_model(pipeline, config.model, config.train).parts
@@ -41,7 +41,7 @@ def parts_of_rank(config: JobConfig, rank: int) -> list[StagePart]:
 
 @dataclass(frozen=True, kw_only=True)
 class FeedForwardMemory:
-    """Memory of the feed-forward of one layer."""
+    """Memory of one layer's feed-forward block."""
 
     kept: int
     """Floats per token that autograd keeps, including its input."""
@@ -53,11 +53,11 @@ class FeedForwardMemory:
     """Peak bytes of gradients inside its backward pass, in addition to all kept activations."""
 
     weight: int
-    """Bytes of the gradient of one of its matrices before it is accumulated."""
+    """Bytes of one matrix gradient before it is accumulated."""
 
 
 def feed_forward_memory(model: ModelConfig, tokens: int, tp: int, ep: int) -> FeedForwardMemory:
-    """Return the memory for `tokens` tokens of a micro-batch."""
+    """Return the memory of a feed-forward block for a micro-batch of `tokens` tokens."""
     if model.experts.count:
         return _of_experts(model, tokens, tp, ep)
     matrix = FLOAT32 * model.ffn_dim * model.dim // tp
@@ -72,9 +72,10 @@ def feed_forward_memory(model: ModelConfig, tokens: int, tp: int, ep: int) -> Fe
 def _of_experts(model: ModelConfig, tokens: int, tp: int, ep: int) -> FeedForwardMemory:
     """Return the memory of a layer's experts.
 
-    Each token is copied for its experts, whose results are kept for weighting; row orders are int64. All matrices of
-    one kind form a stack, whose gradient is assembled from the experts' gradients: once the last expert has its
-    gradients, all of them exist, and the experts' activations are freed. Each of `tp` ranks has its own tokens.
+    Each token is copied for each of its experts, and the results are kept for weighting. Row orders are int64. All
+    matrices of one kind form a stack, whose gradient is assembled from the experts' gradients. When the last expert
+    finishes, the gradients of all experts exist, and their activations have been freed. Each `tp` rank has its own
+    tokens.
     """
     experts, copies = model.experts, model.experts.per_token
     inner, rows = copies * experts.ffn_dim, copies * model.dim
@@ -97,7 +98,7 @@ def _of_experts(model: ModelConfig, tokens: int, tp: int, ep: int) -> FeedForwar
 
 @dataclass(frozen=True, kw_only=True)
 class _StageBytes:
-    """Bytes of one stage: per micro-batch, and of its weights."""
+    """Bytes of one stage: tensors per micro-batch, and weights."""
 
     part: StagePart
     boundary: int
@@ -121,7 +122,7 @@ class _StageBytes:
 
     @property
     def backward(self) -> int:
-        """Return the peak, in addition to the kept bytes, in the backward pass of the last layer's feed-forward."""
+        """Return the peak in the backward pass of the last layer's feed-forward, in addition to the kept bytes."""
         return self.within - self.behind
 
     @property
@@ -145,7 +146,7 @@ def pipeline_peak_bytes(config: JobConfig, table: Table, rank: int = 0) -> int:
 
 
 def _stages(config: JobConfig, rank: int) -> Iterator[_StageBytes]:
-    """Yield stages. A norm keeps both of its products; every tp rank has the whole inputs of the matrices."""
+    """Yield the stages of `rank`. A norm keeps both of its products; each tp rank has every matrix's whole input."""
     model, parallel, tp = config.model, config.parallel, config.parallel.tp
     world = config.cluster.world_size
     tokens = config.train.seq_len * micro_batch_size(
@@ -176,7 +177,7 @@ def _stages(config: JobConfig, rank: int) -> Iterator[_StageBytes]:
 
 
 def _gathered_bytes(parameters: Sequence[Parameter], config: JobConfig, rank: int) -> int:
-    """Return the bytes of gathered parameters; of shared experts, only this rank's."""
+    """Return the bytes of gathered parameters, without other ranks' part of shared experts."""
     sizes, ep = config.parallel.parameter_sizes(config.cluster.world_size), config.parallel.ep
     whole, of_experts = {**sizes, "dp_shard": 1}, {**sizes, "dp_shard": ep, "tp": 1}
     shapes = (local_shape(one, of_experts if one.is_expert and ep > 1 else whole, rank, ep) for one in parameters)
@@ -193,7 +194,7 @@ def _bucket(config: JobConfig, parameters: Sequence[Parameter], rank: int) -> in
 
 
 class _Step:
-    """A step of a rank: bytes in addition to its states and gathered parameters, after each action."""
+    """Simulated step of a rank: bytes after each action, in addition to its states and gathered parameters."""
 
     def __init__(self, stages: Mapping[int, _StageBytes]) -> None:
         self._stages = stages
@@ -215,7 +216,7 @@ class _Step:
         return self._most
 
     def _needs(self, more: int) -> None:
-        """Record a temporary need of `more` bytes."""
+        """Record a temporary use of `more` bytes."""
         self._most = max(self._most, self._bytes + more)
 
     def _receive(self, stage: _StageBytes) -> None:
@@ -235,7 +236,7 @@ class _Step:
         self._forget(stage)
 
     def _input_gradient(self, stage: _StageBytes) -> None:
-        """torch 2.13 computes nothing here in the first stage, and everything with the weights."""
+        """Record the pass. In the first stage, torch 2.13 computes everything with the weight gradients instead."""
         if not stage.part.is_first:
             self._bytes += stage.split + stage.boundary
             self._needs(stage.boundary if stage.part.is_last or stage.part.stage + 1 in self._stages else 0)
@@ -255,10 +256,10 @@ class _Step:
             self._bytes += stage.weights
 
     def _forget(self, stage: _StageBytes) -> None:
-        """Free the micro-batch's activations at its last gradient.
+        """Free the activations of a micro-batch after its last gradient.
 
-        Sent tensors are kept until the end of the step, because torch keeps its sends; a loss keeps its stage's input.
-        A middle stage has therefore sent two tensors and freed the two that it received.
+        torch keeps its sends, and with them the sent tensors, until the end of the step; a loss keeps its stage's
+        input. In a middle stage, the two sent tensors replace the two received ones.
         """
         self._bytes -= stage.saved
         self._bytes += stage.boundary if stage.part.is_last else 0

@@ -1,4 +1,4 @@
-"""Splits layers into stages: costs, placement, parameters and refusals. Pure."""
+"""Split of layers into pipeline stages: costs, placement and parameters. Pure functions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from trainer.protocol.config_sections.recipe_config import ModelConfig, TrainCon
 
 
 def rank_of_stage(config: PipelineConfig, stage: int) -> int:
-    """Return a stage's rank in the pipeline: stages cycle through the ranks; with `zbv`, forward and then backward."""
+    """Return a stage's rank in the pipeline. Stages cycle through the ranks; `zbv` reverses every second cycle."""
     turn, place = divmod(stage, config.ranks)
     if config.schedule == Schedule.ZBV and turn % 2:
         return config.ranks - 1 - place
@@ -23,7 +23,7 @@ def stages_of_rank(config: PipelineConfig, rank: int) -> list[int]:
 
 
 FORWARD_SHARE = 1 / 3
-"""Share of the forward pass in forward and backward.
+"""Share of the forward pass in the cost of forward and backward passes.
 
 The gradients of inputs and weights cost one product each, like the forward pass.
 """
@@ -31,7 +31,7 @@ The gradients of inputs and weights cost one product each, like the forward pass
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCosts:
-    """Costs of forward and backward pass of one sequence; FLOPs or seconds, used only for comparison."""
+    """Costs of the forward and backward passes of one sequence, in FLOPs or seconds; only their ratios matter."""
 
     embedding: float
     layers: tuple[float, ...]
@@ -63,7 +63,7 @@ def modelled_costs(model: ModelConfig, train: TrainConfig) -> LayerCosts:
 
 
 def measured_costs(seconds: tuple[float, ...], model: ModelConfig) -> LayerCosts:
-    """Return costs from `parallel.pipeline.layer_seconds`; raises ValueError unless each part of the model has one."""
+    """Return costs from `parallel.pipeline.layer_seconds`; raises ValueError if they do not fit the model."""
     if len(seconds) != model.layers + 2:
         raise ValueError(
             f"parallel.pipeline.layer_seconds has {len(seconds)} numbers: must have {model.layers + 2}, for the "

@@ -1,1 +1,1 @@
-"""Exchange of weights with other programs: imports, exports, Hugging Face names."""
+"""The built-in model, and the exchange of weights with other programs."""

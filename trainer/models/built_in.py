@@ -20,7 +20,7 @@ from trainer.worker.workload import BaseWorkload, WorkloadError
 
 
 class LlamaWorkload(BaseWorkload):
-    """Next-token prediction over token shards; bitwise reproducible, on GPUs too."""
+    """Next-token prediction over token shards; bitwise reproducible, also on GPUs."""
 
     strictly_deterministic = True
 
@@ -46,7 +46,7 @@ class LlamaWorkload(BaseWorkload):
         return model
 
     def build_sharded(self, layout: Layout) -> Llama | PipelinedLlama:
-        """Return this rank's model, or its stages of it, without initial weights."""
+        """Return this rank's model, or its pipeline stages, without initial weights."""
         if layout.sizes["pp"] > 1:
             return pipelined_llama(self.config, layout)
         return self._shard(self.build_model(), layout)

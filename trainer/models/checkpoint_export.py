@@ -33,7 +33,10 @@ MODEL, _BUFFERS = "model/", buffers_name(0)
 
 
 def model_keys(source: SealedCheckpoint) -> dict[str, str]:
-    """Map the model's own names to keys; buffers that differ between ranks come from rank 0. Raises Refused."""
+    """Map the model's own names to keys; buffers that differ between ranks come from rank 0.
+
+    Raises CheckpointRefused.
+    """
     found = {}
     for prefix in (MODEL, _BUFFERS):
         keys = sorted(key for key in source.index.tensors if key.startswith(prefix))
@@ -44,7 +47,7 @@ def model_keys(source: SealedCheckpoint) -> dict[str, str]:
 
 
 def further_names(source: SealedCheckpoint, known: Mapping[str, str]) -> dict[str, str]:
-    """Map further names of shared tensors (tied embeddings) to keys, if the checkpoint recorded them."""
+    """Map additional names of shared tensors (tied embeddings) to keys, if the checkpoint recorded them."""
     noted = source.manifest.extra.get(SHARED_NAMES)
     names = noted if isinstance(noted, dict) else {}
     return {str(name): known[first] for name, first in names.items() if name not in known and first in known}
@@ -62,7 +65,7 @@ class CheckpointTensors:
 
 
 def weights_source(source: SealedCheckpoint, place: Path) -> ImportSource:
-    """Return only the weights: no optimizer, step or data position."""
+    """Return a source with only the weights, without optimizer state, step or data position."""
     keys = model_keys(source)
     fingerprints = {name: source.fingerprints[key] for name, key in keys.items() if key in source.fingerprints}
     return ImportSource(place=place, model=CheckpointTensors(source, keys), fingerprints=fingerprints)
@@ -74,7 +77,7 @@ _OTHER_PREFIXES = tuple(prefix for prefix in PREFIXES if prefix != _OPTIMIZER)
 
 @dataclass(frozen=True, kw_only=True)
 class ExportRequest:
-    """Request for an export."""
+    """Settings of an export."""
 
     to: str
     """`safetensors` or `torch`."""
@@ -98,7 +101,8 @@ def export(
 ) -> tuple[Exported, dict[str, Any]]:
     """Write `request.folder` atomically; return the exported files and their provenance.
 
-    Raises Refused if a byte differs from the original, FileExistsError if the folder is not empty, OSError.
+    Raises CheckpointRefused if a byte differs from the original, FileExistsError if the folder is not empty, and
+    OSError.
     """
     with open_for_export(storage, name) as source, new_folder(request.folder) as draft:
         if request.to == "torch":
@@ -173,7 +177,7 @@ def _make_nest(source: SealedCheckpoint, request: ExportRequest) -> Callable[[Ma
                 state.setdefault(parameter, {})[key] = tensor
         manifest = source.manifest
         made = {"run": request.run, "checkpoint": manifest.name, "schema": PROVENANCE_SCHEMA}
-        # Besides the parameters' state: tensors of the groups; other values are in `extra`.
+        # Optimizer tensors that belong to no parameter; plain values are in `extra`.
         more = {name: tensor for name, tensor in tensors.items() if name.startswith(_OTHER_PREFIXES)}
         optimizer = (
             {"optimizer": {"state": state, **({"more": more} if more else {})}} if request.with_optimizer else {}
@@ -186,7 +190,7 @@ def _make_nest(source: SealedCheckpoint, request: ExportRequest) -> Callable[[Ma
 def _provenance(
     source: SealedCheckpoint, request: ExportRequest, wanted: list[ExportedTensor], done: Exported
 ) -> dict[str, Any]:
-    """Return the provenance, which can later prove without the checkpoint that nothing was lost."""
+    """Return the provenance, which can prove later, without the checkpoint, that nothing was lost."""
     manifest = source.manifest
     own = MODEL if request.to == "torch" else ""
     return {

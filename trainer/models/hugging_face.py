@@ -49,7 +49,7 @@ def is_unneeded(name: str, config: ModelConfig) -> bool:
 
 
 def config_json(config: ModelConfig, *, seq_len: int, dtype: str) -> dict[str, Any]:
-    """Return `config.json` for `transformers`; its vocabulary is the padded one, so that all logits are equal."""
+    """Return `config.json` for `transformers`; its vocabulary includes the padding, so that all logits are equal."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -79,7 +79,7 @@ def config_json(config: ModelConfig, *, seq_len: int, dtype: str) -> dict[str, A
 
 
 def mismatches(theirs: Mapping[str, Any], config: ModelConfig) -> Iterator[tuple[str, str]]:
-    """Yield settings of a foreign `config.json` that do not fit, and overrides that fix them, or an empty one."""
+    """Yield each setting of a foreign `config.json` that does not fit, with the override that fixes it (or "")."""
     if config.experts.count:
         yield "it has no experts, like every Llama", "model.experts.count=0"
     for key, wanted in _REQUIRED.items():

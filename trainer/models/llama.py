@@ -22,7 +22,7 @@ from trainer.worker.workload import WorkloadError
 
 
 def summed_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the sum over all tokens in float32; `logits` [tokens, vocabulary] may be a DTensor split by columns."""
+    """Return the sum over all tokens in float32; `logits` [tokens, vocabulary] may be a DTensor split along columns."""
     if not isinstance(logits, DTensor):
         return functional.cross_entropy(logits.float(), targets, reduction="sum")
     mesh = logits.device_mesh
@@ -74,7 +74,7 @@ def generator(seed: int, name: str) -> torch.Generator:
 
 @torch.no_grad()
 def fill(name: str, parameter: torch.Tensor, seed: int, deviation: float | None) -> None:
-    """Fill `parameter` with its shard of a normal tensor cut at three deviations; with ones if `deviation` is None."""
+    """Fill `parameter` with its shard of a normal tensor truncated at three deviations; ones if `deviation` is None."""
     local = own_part(parameter)
     if deviation is None:
         local.fill_(1.0)
@@ -174,7 +174,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Maps tokens [batch, length] to logits [batch, length, padded vocabulary], or with targets to their mean loss."""
+    """Decoder: tokens [batch, length] to logits [batch, length, padded vocabulary], or with targets to the mean loss."""
 
     rotary: torch.Tensor
 
@@ -215,7 +215,7 @@ class Llama(nn.Module):
                 module.reset(device)
 
     def set_initial_weights(self, seed: int) -> None:
-        """Set the initial weights from `seed` and names: 50 ns per parameter of the whole model, on every rank."""
+        """Set the initial weights from `seed` and names. Takes 50 ns per parameter of the whole model on every rank."""
         for name, parameter in self.named_parameters():
             fill(name, parameter, seed, self.deviation(name))
 
@@ -236,7 +236,7 @@ class Llama(nn.Module):
         return self.result(self.through_layers(self.embed_tokens(tokens)), targets)
 
     def embed_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return activations of this rank's part of `tokens`, which are whole rows."""
+        """Return the activations of this rank's part of `tokens`, which contains whole sequences."""
         x: torch.Tensor = self.embedding(tokens if self.part is None else self.part.select_tokens(tokens))
         return x
 
@@ -252,7 +252,7 @@ class Llama(nn.Module):
         With context parallelism the loss is scaled so that the mean over ranks is the mean over all tokens.
         """
         x = self.norm(x)
-        if isinstance(x, DTensor):  # on every tensor-parallel rank for all tokens
+        if isinstance(x, DTensor):  # gives each tensor-parallel rank all tokens
             x = x.redistribute(placements=[Replicate()])
         if targets is not None:
             return self._mean_loss(x, targets)
@@ -270,7 +270,7 @@ class Llama(nn.Module):
     def _summed_loss(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the cross-entropy in float32; the logits of only one chunk of the sequence exist at a time.
 
-        Ranks use equally many chunks, perhaps empty ones, because each may gather the output's weights.
+        All ranks use the same number of chunks, some possibly empty, because each chunk may gather the output weights.
         """
         if self.loss_chunks == 1:
             return self._chunk_loss(x, targets)

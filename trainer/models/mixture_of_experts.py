@@ -1,8 +1,8 @@
 """Mixture of experts: router, load balancing, and experts.
 
 As in DeepSeek-V3 (DeepSeek-AI 2024, section 2.1.2) and Wang et al. 2024 (arXiv 2408.15664): a bias for each expert is
-added to its scores when experts are chosen, but not when their outputs are weighted. After each step it moves up or
-down by a fixed rate for an expert that had fewer or more tokens than the mean.
+added to its scores when experts are chosen, but not when their outputs are weighted. After each step, the bias moves by
+a fixed rate: up for an expert that had fewer tokens than the mean, down for one that had more.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ class Experts(ExpertStacks):
         self.w1, self.w2, self.w3 = (nn.Parameter(torch.empty(shape)) for _ in range(3))
 
     def forward(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """Compute `rows` [rows, width], sorted by this rank's experts, with `counts` rows for each."""
+        """Apply this rank's experts to `rows` [rows, width], sorted by expert; `counts`: rows of each expert."""
         # The gradient of `unbind` is one stack; indexing each expert would sum whole stacks.
         matrices = (own_weight(weight).unbind() for weight in (self.w1, self.w2, self.w3))
         parts = zip(rows.split(list(counts)), *matrices, strict=True)
@@ -41,7 +41,7 @@ class Experts(ExpertStacks):
 
 
 class Routing(NamedTuple):
-    """Routing of tokens: numbers and weights of their experts, both [tokens, experts per token]."""
+    """Routing of tokens: indices and weights of their experts, both [tokens, experts per token]."""
 
     experts: torch.Tensor
     weights: torch.Tensor
@@ -50,7 +50,7 @@ class Routing(NamedTuple):
 
 
 class Router(BalancedRouter):
-    """A linear layer whose scores are sigmoids in float32."""
+    """Linear router whose scores are sigmoids in float32."""
 
     def __init__(self, dim: int, config: ExpertsConfig) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class _Counted(torch.autograd.Function):
 
 
 Dispatch = Callable[[torch.Tensor, torch.Tensor, Experts], torch.Tensor]
-"""Computes rows, sorted by expert, on the ranks that have the experts; takes the number of rows per expert."""
+"""Function that computes rows, sorted by expert, on the ranks that hold the experts, given the rows per expert."""
 
 
 def compute_here(rows: torch.Tensor, load: torch.Tensor, experts: Experts) -> torch.Tensor:
@@ -96,7 +96,7 @@ def compute_here(rows: torch.Tensor, load: torch.Tensor, experts: Experts) -> to
 
 
 class MixtureOfExperts(nn.Module):
-    """Computes each token with a few experts; no token is dropped."""
+    """Layer that computes each token with a few experts; no token is dropped."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class MixtureOfExperts(nn.Module):
         choice = self.router(tokens)
         each = choice.experts.shape[1]
         order = choice.experts.flatten().argsort(stable=True)
-        # Reordered copies of all rows get no names, so that each is freed as soon as the next one exists.
+        # Reordered copies of the rows are never named, so each is freed as soon as the next copy exists.
         rows = permute_rows(tokens[:, None].expand(-1, each, -1).flatten(0, 1), order)
         parts = permute_rows(self.dispatch(rows, choice.load, self.experts), inverse(order)).unflatten(0, (-1, each))
         mixed: torch.Tensor = (parts.float() * choice.weights[..., None]).sum(dim=1)

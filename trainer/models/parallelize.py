@@ -14,13 +14,13 @@ from trainer.worker.workload import WorkloadError
 
 
 def check(config: JobConfig) -> None:
-    """Raise WorkloadError for sizes that the ranks cannot share, like submit."""
+    """Raise WorkloadError for a layout that does not fit, as `orch submit` does."""
     if refused := refusal(config):
         raise WorkloadError(str(refused))
 
 
 def shard(model: Llama, layout: Layout, config: JobConfig) -> None:
-    """Divide `model`, on the meta device, in place: innermost dimension first, FSDP around its result."""
+    """Divide `model`, on the meta device, in place: innermost dimension first, FSDP last."""
     try:
         for dimension in reversed(DIMENSIONS):
             divides = dimension.splits is Splits.BATCH or dimension.size(config.parallel) > 1

@@ -32,7 +32,7 @@ class NumberedLayers(nn.ModuleList):
 
 
 class LlamaStage(Llama):
-    """Maps tokens, or activations [batch, length, dim], to activations; the last stage to the mean loss of `targets`.
+    """Stage that maps tokens or activations [batch, length, dim] to activations, or to the mean loss if it is the last.
 
     Created on the meta device, so that no stage ever holds the whole model.
     """
@@ -71,7 +71,7 @@ class StagesOfRank(nn.Module):
 
 
 class PipelinedLlama(StagesOfRank, PipelinedModel):
-    """This rank's stages of the built-in model; `pipeline` computes with them and the other ranks."""
+    """This rank's stages of the built-in model; `pipeline` runs them together with the other ranks."""
 
     def __init__(self, modules: Sequence[LlamaStage], pipeline: Pipeline) -> None:
         super().__init__(modules)
@@ -97,7 +97,7 @@ def pipelined_llama(config: JobConfig, layout: Layout) -> PipelinedLlama:
     ]
     model = PipelinedLlama(modules, Pipeline(pipeline, stages, micro_batch_count(pipeline, train, layout.dp_size)))
     if config.parallel.has_plain_replicas(train.dtype):
-        mark_replica(model)  # its parameters belong to the stages, which are not modules of it
+        mark_replica(model)  # its parameters belong to the stages, which are not its submodules
     return model
 
 
@@ -123,7 +123,7 @@ def stage(
     module: LlamaStage, train: TrainConfig, group: dist.ProcessGroup, device: torch.device, *,
     sequences: int, tp: int = 1,
 ) -> LocalStage:  # fmt: skip
-    """Return `module` as a stage in the pipeline of `group`; `sequences`: per micro-batch."""
+    """Return `module` as a stage in the pipeline of `group`; `sequences`: number per micro-batch."""
     part, own = module.stage, module.part
     length = (train.seq_len if own is None else own.chunk * len(own.chunks)) // tp
     tokens, activation, loss = _examples(train, (sequences, length, module.config.dim))

@@ -40,7 +40,7 @@ _WRAPPERS = ("module.", "_orig_mod.")
 
 @dataclass(frozen=True, kw_only=True)
 class ImportSource:
-    """Data to import: tensors of a model and an optimizer under their original names, and plain facts."""
+    """Data to import: model and optimizer tensors under their original names, and plain facts."""
 
     place: Path
     model: ExternalTensors
@@ -66,7 +66,10 @@ class ImportPlan:
 
 
 def open_source(place: Path) -> ImportSource:
-    """Open a Hugging Face folder, an export of orch, a safetensors file or a torch file; raises Refused or OSError."""
+    """Open a Hugging Face folder, an orch export, a safetensors file or a torch file.
+
+    Raises CheckpointRefused or OSError.
+    """
     folder = place if place.is_dir() else place.parent
     fingerprints = _fingerprints(folder)
     if place.is_dir() and (place / TORCH_FILE).exists() and not list(place.glob("*.safetensors")):
@@ -112,7 +115,7 @@ def _torch_source(place: Path, fingerprints: Mapping[str, str]) -> ImportSource:
     model = next((value[key] for key in _MODEL_KEYS if isinstance(value.get(key), Mapping)), value)
     given = _strip_wrapper_prefixes(flat(model))
     optimizer = flat(value.get("optimizer", {}).get("state", {})) if isinstance(value.get("optimizer"), Mapping) else {}
-    if model is value:  # DCP's converter makes such files of orch's checkpoints
+    if model is value:  # DCP's converter writes such files from orch's checkpoints
         optimizer = {key.removeprefix("optimizer/"): t for key, t in given.items() if key.startswith("optimizer/")}
         inside = {key.removeprefix("model/"): t for key, t in given.items() if key.startswith("model/")}
         given = inside or given
@@ -120,7 +123,7 @@ def _torch_source(place: Path, fingerprints: Mapping[str, str]) -> ImportSource:
         raise CheckpointRefused(place.name, "contains no model tensors (under `model`, `state_dict`, or at the top)")
     step, facts = value.get("step", 0), value.get("extra", {})
     with_optimizer = isinstance(value.get("optimizer"), Mapping)
-    if isinstance(facts, Mapping) and not with_optimizer:  # counts without the tensors that they belong to
+    if isinstance(facts, Mapping) and not with_optimizer:  # counters without their tensors
         facts = {key: fact for key, fact in facts.items() if key != "rank_state"}
     own = value.get("orch") is not None or bool(fingerprints)
     return ImportSource(
@@ -142,7 +145,7 @@ def _strip_wrapper_prefixes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def plan_import(source: ImportSource, config: JobConfig, *, weights_only: bool) -> ImportPlan:
-    """Match the source with the workload of `config`; raises WorkloadError if that cannot be built."""
+    """Match the source with the model of the workload in `config`; raises WorkloadError if it cannot be built."""
     found = ImportPlan()
     model = _built_model(config)
     shared = shared_tensors(model)
@@ -181,7 +184,7 @@ def _built_model(config: JobConfig) -> nn.Module:
 
 
 def _their_names(source: ImportSource, wanted: Mapping[str, TensorInfo], config: ModelConfig | None) -> dict[str, str]:
-    """Return orch names -> source names, which may be Hugging Face's for the built-in model, or already orch's."""
+    """Map orch's names to the source's names if these are Hugging Face's; return {} if they are orch's already."""
     given = source.model.tensors.keys()
     if config is None or len(given & wanted.keys()) > len(given & set(hugging_face.names(config).values())):
         return {}
@@ -258,7 +261,7 @@ def _check_position(found: ImportPlan, source: ImportSource, config: JobConfig) 
 
 
 def facts(source: ImportSource, found: ImportPlan) -> tuple[int, dict[str, Any]]:
-    """Return the step at which training continues, and the plain part of the checkpoint."""
+    """Return the step at which training continues, and the plain values of the checkpoint."""
     made = {"imported": {"source": str(source.place), "optimizer": found.optimizer}}
     begin = {"step": 0, "consumed": 0, "loss": float("nan"), "seed": None, "fingerprint": None}
     # Without its data position a state can only start from step 0.
@@ -271,7 +274,7 @@ def facts(source: ImportSource, found: ImportPlan) -> tuple[int, dict[str, Any]]
 
 
 def _rank_state(source: ImportSource) -> list[dict[str, Any]]:
-    """Return the optimizer part of each rank's facts; group counters are imported with the tensors."""
+    """Return the optimizer part of each rank's state, such as counters of parameter groups."""
     states = source.facts.get("rank_state", [])
     return [{"optimizer": each["optimizer"]} for each in states] if all("optimizer" in each for each in states) else []
 

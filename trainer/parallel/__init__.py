@@ -1,1 +1,1 @@
-"""Layouts: conflicts between ranks, model, batch and sequence, and sizes that fit."""
+"""Parallel dimensions: configuration, conflicts with model and batch, and layouts that fit."""

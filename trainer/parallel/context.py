@@ -19,7 +19,7 @@ class CpMethod(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ContextSection(Section):
-    """Keys of context parallelism."""
+    """Config keys for context parallelism."""
 
     cp: int = 1
     """Ranks that share each sequence (context parallelism, built-in model); they read the same batch."""
@@ -53,7 +53,7 @@ def chunks_per_rank(method: CpMethod) -> int:
 
 
 def padded_length(length: int, parallel: Any, method: CpMethod) -> int:
-    """Return the sequence length padded to equal chunks per rank, whose parts tensor-parallel ranks can share."""
+    """Return the sequence length, padded so that ranks have equal chunks that tensor-parallel ranks can divide."""
     unit: int = parallel.cp * math.lcm(chunks_per_rank(method), parallel.tp)
     return -(-length // unit) * unit
 

@@ -100,7 +100,7 @@ ONE_GROUP = (Strategy.ZERO1, Strategy.ZERO2, Strategy.ZERO3, Strategy.FSDP)
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection(Section):
-    """Keys of data parallelism."""
+    """Config keys for data parallelism."""
 
     strategy: str = Strategy.AUTO
     """`ddp`, `zero1`, `zero2`, `zero3`, `fsdp`, `hsdp`; `auto`: `hsdp` if `dp_replicate` is above 1, else `fsdp`."""
@@ -168,7 +168,7 @@ class DataParallelism(Dimension):
         return f"{name}={size}"
 
     def problems(self, job: Recipe) -> Iterator[str]:
-        """Yield conflicts between strategy and sizes, whatever the world size."""
+        """Yield conflicts between strategy and sizes, regardless of the world size."""
         parallel: DataSection = job.parallel
         if parallel.strategy in ONE_GROUP and parallel.dp_replicate > 1:
             yield f"parallel.strategy={parallel.strategy} has one replica, but dp_replicate={parallel.dp_replicate}"

@@ -48,7 +48,7 @@ class Section:
 class Dimension:
     """One way to divide a model or its data among ranks.
 
-    A dimension is a file with its config section and an instance of a subclass, and its rows in
+    Each dimension has a file with its config section and an instance of a subclass, and entries in
     `trainer/parallel/parallel_config.py`. Methods take the `ParallelConfig`, or the job's `Recipe`.
     """
 
@@ -59,7 +59,7 @@ class Dimension:
     splits: Splits
     torch_module = ""
     """Module in `trainer/parallel/apply/` whose `apply(model, layout, config)` divides the built-in model, on the meta
-    device, among the ranks of a layout; the login node never imports it. Empty: there is nothing to apply."""
+    device, among the ranks of a layout; the login node never imports it. Empty if there is nothing to apply."""
     sends_messages = False
     """Whether ranks send tensors to individual ranks, and not only in collectives."""
 
@@ -73,7 +73,7 @@ class Dimension:
         return {self.name: self.size(parallel)}
 
     def describe(self, name: str, size: int) -> str:
-        """Describe a size in a product of sizes; empty: not worth mentioning."""
+        """Describe a size in a product of sizes; return an empty string to omit it."""
         return f"{name}={size}" if size > 1 else ""
 
     def problems(self, job: Recipe) -> Iterator[str]:
@@ -94,7 +94,7 @@ class Dimension:
 
 
 def mesh_coordinates(sizes: Sequence[int], rank: int) -> tuple[int, ...]:
-    """Return the index of `rank` in each dimension of a mesh, outermost first; inner dimensions alone also work."""
+    """Return the index of `rank` in each dimension of a mesh, outermost first; outer dimensions may be omitted."""
     place: list[int] = []
     for size in reversed(sizes):
         rank, index = divmod(rank, size)

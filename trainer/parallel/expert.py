@@ -10,7 +10,7 @@ from trainer.parallel.dimension import Dimension, Recipe, Section, Splits, check
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertSection(Section):
-    """Keys of expert parallelism."""
+    """Config keys for expert parallelism."""
 
     ep: int = 1
     """Ranks that share the experts of each layer (expert parallelism, built-in model), a subset of the `dp_shard` x

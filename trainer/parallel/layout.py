@@ -1,4 +1,4 @@
-"""Layouts that fit: refusals with their reasons, and the nearest layout without problems. Pure."""
+"""Problems of a layout, and the nearest layout without problems. Pure functions."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -92,7 +92,7 @@ def refusal(config: JobConfig, may_change: MayChange = lambda key: True) -> Layo
 CHOICES = 6
 """Sizes tried for each dimension: the nearest divisors of the world size, and 1."""
 EXTRA_COST = {"parallel.tp_across_nodes": 3.0, "model.tie_embeddings": 2.0}
-"""Costs of network waits in every layer, and of a different model, in addition to 1 per key and its octaves."""
+"""Extra costs of a slow network in every layer, and of a different model. A key costs 1, plus its octaves."""
 WHOLE_COST = 4.0
 """Cost of replacing several stages by one: the model may be too large for it."""
 
@@ -124,7 +124,7 @@ def _candidates(config: JobConfig) -> Iterator[tuple[float, Fix]]:
 
 
 def _sizes(dimension: Dimension, config: JobConfig) -> list[Fix]:
-    """Return keys for other sizes of a dimension with several ranks, and an empty set for its current size."""
+    """Return the keys for other sizes of a dimension with several ranks, and {} for its current size."""
     now = dimension.size(config.parallel)
     if now == 1:
         return [{}]

@@ -13,7 +13,7 @@ from trainer.protocol.config_sections.recipe_config import TrainConfig
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSection(Section):
-    """Keys of pipeline parallelism."""
+    """Config keys for pipeline parallelism."""
 
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
 
@@ -28,7 +28,7 @@ def micro_batch_problem(pipeline: PipelineConfig, train: TrainConfig, ranks: int
 
 
 class PipelineParallelism(Dimension):
-    """The stages of a rank are built by `trainer/models/pipelined_llama.py`, so there is nothing to apply here."""
+    """Ranks hold different stages, which `trainer/models/pipelined_llama.py` builds."""
 
     name, key, splits = "pp", "pipeline.stages", Splits.LAYERS
     sends_messages = True
@@ -78,7 +78,7 @@ class PipelineParallelism(Dimension):
         if pipeline.splits_backward:
             key = f"parallel.pipeline.schedule={pipeline.schedule}"
             if job.train.activation_checkpointing:
-                # 11 times for a layer of the built-in model; with `keep: products` it raises.
+                # 11 times for a layer of the built-in model. With `keep: products`, torch raises an error.
                 yield f"{key} with train.activation_checkpointing=true: torch 2.13 recomputes a layer for each weight"
             if job.train.compile:
                 yield f"{key} with train.compile=true: torch 2.13 cannot split the backward pass of compiled layers"

@@ -8,10 +8,10 @@ from trainer.parallel.dimension import Dimension, Fix, Recipe, Section, Splits, 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSection(Section):
-    """Keys of tensor parallelism."""
+    """Config keys for tensor parallelism."""
 
     tp: int = 1
-    """Ranks that share each layer's matrices (tensor parallelism); they must divide `cluster.ranks_per_node`."""
+    """Ranks that share each layer's matrices (tensor parallelism); must divide `cluster.ranks_per_node`."""
 
     tp_across_nodes: bool = False
     """Allow a `tp` that spans several nodes, although every layer then waits for the network between them."""
@@ -21,7 +21,7 @@ class TensorSection(Section):
 
 
 class TensorParallelism(Dimension):
-    """Heads, feed-forward and vocabulary are split; norms have parts of the sequence (Korthikanti et al. 2022)."""
+    """Heads, feed-forward and vocabulary are split; norms see a part of the sequence (Korthikanti et al. 2022)."""
 
     name, key, splits = "tp", "tp", Splits.MATRICES
     torch_module = "tensor_parallel"

@@ -1,1 +1,1 @@
-"""Device meshes, and application of each kind of parallelism to models."""
+"""Device meshes, and the application of each kind of parallelism to models."""

@@ -31,7 +31,7 @@ from trainer.worker.reporting.phase_tracker import current_tracker, waiting_for_
 
 _aten = torch.ops.aten
 _FLASH_WIDTH = 8
-"""Number that must divide the head width to call CUDA's flash attention directly."""
+"""CUDA's flash attention can be called directly if the head width is a multiple of this."""
 
 
 class BlockResult(NamedTuple):
@@ -88,7 +88,7 @@ class CpuFlash:
 
 
 class CudaFlash:
-    """torch's flash attention on GPUs; not yet exercised on a GPU."""
+    """torch's flash attention on GPUs; not yet tested on a GPU."""
 
     def forward(self, block: Block) -> BlockResult:
         query, key, value, is_causal = block

@@ -70,7 +70,7 @@ def mixed_precision(config: JobConfig) -> MixedPrecisionPolicy:
 
 
 def layer_precision(config: JobConfig) -> MixedPrecisionPolicy:
-    """Return the policy of the built-in model's layers; casting inputs would round the rotary table."""
+    """Return the policy for the built-in model's layers, without casting inputs, which would round the rotary table."""
     return replace(mixed_precision(config), cast_forward_inputs=False)
 
 
@@ -149,7 +149,7 @@ def apply(model: Any, layout: Layout, config: JobConfig) -> None:
 def apply_data_parallel(
     units: Sequence[nn.Module], model: nn.Module, layout: Layout, config: JobConfig, policy: MixedPrecisionPolicy
 ) -> None:
-    """Wrap these parts of `model`, or those of `parallel.fsdp.wrap`, and then the rest; raises CannotShard.
+    """Wrap `units` of `model`, or the units chosen by `parallel.fsdp.wrap`, then the whole model; raises CannotShard.
 
     Replicas in float32 (DDP) stay plain modules, whose gradients `GradientSync` averages.
     """
@@ -211,12 +211,12 @@ class GradientSync:
         self._gradients: list[torch.Tensor] = []
 
     def begin_step(self) -> None:
-        """Begin a step; call this before its first forward pass."""
+        """Start a step; call this before its first forward pass."""
         if self._buckets is not None:
             self._buckets.begin_step()
 
     def end_step(self) -> list[torch.Tensor]:
-        """End the step and return all its gradients."""
+        """End the step and return all of its gradients."""
         if self._buckets is not None:
             self._buckets.end_step()
         self._gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
@@ -246,7 +246,7 @@ class GradientSync:
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         """Compute a micro-batch's gradients; collective. Plain replicas average once per step.
 
-        The first call raises CannotAverage for models that torch would reduce wrongly.
+        The first call raises CannotAverage for models whose gradients torch would reduce wrongly.
         """
         reduces = self._each or is_last
         is_first, self._is_first = self._is_first, False
@@ -267,7 +267,7 @@ class GradientSync:
         self._buckets.finish()
 
     def reduce_now(self) -> None:
-        """Average complete gradients that their backward passes did not average."""
+        """Average the accumulated gradients, which no backward pass has averaged."""
         if self._buckets is not None:
             self._buckets.begin()
             self._buckets.finish()
@@ -296,7 +296,7 @@ def _buckets(model: nn.Module, layout: Layout, on_wait: Callable[[], None]) -> G
 
 
 def _gather_unused_units(model: FSDPModule) -> None:
-    """Gather units once that no forward pass has used yet: torch 2.13 fails when it looks for their gradients."""
+    """Gather each unit that no forward pass has used yet, because torch 2.13 fails when it reads its gradients."""
     for unit in _fsdp_modules(model):
         groups = unit._get_fsdp_state()._fsdp_param_groups
         if any(not hasattr(parameter, "_unsharded_param") for group in groups for parameter in group.fsdp_params):

@@ -53,14 +53,14 @@ def own_weight(weight: torch.Tensor) -> torch.Tensor:
 
 
 class ExpertStacks(nn.Module):
-    """Base of modules with weights of several experts, [experts, inner width, width], perhaps on their own mesh.
+    """Base class of modules with the weights of several experts, [experts, inner width, width].
 
-    `module(rows, counts)` computes `rows` [rows, width], sorted by expert, with `counts` rows for each.
+    `module(rows, counts)` computes `rows` [rows, width], which are sorted by expert; `counts`: rows of each expert.
     """
 
 
 class BalancedRouter(nn.Module):
-    """Base of routers that adjust an expert's bias after each step in which its number of tokens was not the mean."""
+    """Base class of routers that adjust an expert's bias after each step in which its load was not the mean."""
 
     same_on_all_ranks = ("moves",)
     """Buffers stored once per checkpoint: a pipeline stage restores them from any rank that saved."""
@@ -83,7 +83,7 @@ class BalancedRouter(nn.Module):
 class ExpertBalance:
     """The routers in this rank's layers; a dense model has none.
 
-    Loads have a row for each layer of the whole model; a pipeline rank fills in those of its own layers.
+    Loads have a row for each layer of the whole model; a pipeline rank fills in the rows of its own layers.
     """
 
     def __init__(self, model: nn.Module, rows: Iterable[int] | None = None, layers: int | None = None) -> None:
@@ -114,9 +114,9 @@ class ExpertBalance:
 
 
 class TokenExchange:
-    """Exchanges tokens with the ranks of `group`, which hold equally many experts, in rank order.
+    """Exchange of tokens among the ranks of `group`, which hold equally many experts, in rank order.
 
-    The experts' work is excluded from this rank's timing, because popular experts do not make it a straggler.
+    The experts' work is excluded from this rank's timing, because a rank with popular experts is not a straggler.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -197,7 +197,7 @@ def apply(model: Any, layout: Layout, config: JobConfig) -> None:
 
 
 def share_tokens(model: Any, layout: Layout) -> None:
-    """Give tensor-parallel ranks parts of each sequence in the mixtures of `model`, and replicated weights."""
+    """Give each tensor-parallel rank a part of every sequence in the mixtures of `model`; replicate their weights."""
     for layer in model.layers:
         mixture = layer.feed_forward
         _replicate(mixture.router, layout.tp)
@@ -222,8 +222,8 @@ def _split(experts: ExpertStacks, mesh: DeviceMesh) -> None:
 def _shard(experts: ExpertStacks, layout: Layout, config: JobConfig, policy: MixedPrecisionPolicy) -> None:
     """Apply FSDP along the inner width, so that no dimension is split twice.
 
-    A rank holds the gradient that its experts computed for all ranks of `ep`. Each of those has its own mean loss, or
-    part of a mean with tensor parallelism. The mean over all means is the sum over the ranks with the same experts,
+    A rank holds the gradient that its experts computed for all ranks of `ep`. Each of these has its own mean loss,
+    or with tensor parallelism a part of a mean. The mean of all means is the sum over the ranks with the same experts,
     divided by the number of means.
     """
     mesh = layout.fsdp_of_experts
@@ -236,7 +236,7 @@ def _shard(experts: ExpertStacks, layout: Layout, config: JobConfig, policy: Mix
 
 
 def build_expert_balance(model: nn.Module) -> ExpertBalance:
-    """Return the balance of a whole model's experts, or of those in this rank's stages."""
+    """Return the expert balance of a whole model, or of this rank's stages."""
     if not isinstance(model, PipelinedModel):
         return ExpertBalance(model)
     return ExpertBalance(model, model.layer_numbers, model.depth)

@@ -1,4 +1,4 @@
-"""FSDP units: how they are chosen, replaced parameters, and layers that cannot be sharded."""
+"""Choice of FSDP units, replaced parameters, and layers that cannot be sharded."""
 
 import weakref
 from collections import defaultdict
@@ -91,7 +91,7 @@ Places = Mapping[int, list[str]]
 
 
 class CannotShard(ValueError):
-    """FSDP does not support the request for this model; the text gives the reason and the remedy."""
+    """FSDP does not support this model with these settings; the text gives the reason and the remedy."""
 
 
 def chosen_units(model: nn.Module, wrap: str, layers: Sequence[nn.Module]) -> list[nn.Module]:
@@ -135,7 +135,7 @@ def _large_units(closed: Sequence[nn.Module], least: int) -> list[nn.Module]:
 
 
 def _inner_first(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield callable modules by name, without the model itself, inner ones first, in order of creation."""
+    """Yield callable modules by name, without the model itself, inner modules first, in order of creation."""
     for name, child in model.named_children():
         yield from ((f"{name}.{inner}", module) for inner, module in _inner_first(child))
         if not isinstance(child, nn.ModuleList | nn.ModuleDict):
@@ -192,7 +192,7 @@ WITHOUT_SHARDS = "type parallel.strategy=ddp train.dtype=float32"
 
 @contextmanager
 def explain_uncalled_units(model: nn.Module) -> Iterator[None]:
-    """Replace torch's error about whole and sharded tensors in one operation by CannotShard."""
+    """Replace torch's error about an operation on whole and sharded tensors with CannotShard."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""DDP: gradients averaged in buckets, with the sums and comparisons of a step.
+"""DDP: gradient buckets, and the sums and comparisons of a step.
 
 Like torch's DistributedDataParallel (Li et al. 2020, section 3), but buckets are never rebuilt: sums are taken in the
 same order in every step, so a restart is bit-equal.
@@ -42,9 +42,9 @@ class GradientFacts:
 
 
 def usage_mark(parameters: Iterable[torch.Tensor]) -> int:
-    """Return a mark of the parameters without a gradient, at most 2**16; 0 if all have one.
+    """Return a checksum of the parameters without gradients, at most 2**16; 0 if all have gradients.
 
-    Ranks that use different parameters of equal shapes would average the wrong ones.
+    Without this check, ranks that use different parameters of equal shapes would average the wrong gradients.
     """
     missing = [
         (number, parameter.requires_grad) for number, parameter in enumerate(parameters) if parameter.grad is None
@@ -53,7 +53,7 @@ def usage_mark(parameters: Iterable[torch.Tensor]) -> int:
 
 
 _MOST_GATHERED = 1 << 16
-"""Maximum numbers in all rows together; beyond this, reducing is cheaper than gathering."""
+"""Maximum total length of all rows; above it, reducing is cheaper than gathering."""
 
 
 class OtherCollective(RuntimeError):
@@ -61,7 +61,7 @@ class OtherCollective(RuntimeError):
 
 
 class StepSums:
-    """A row in flight to all ranks, to be summed.
+    """Sum of a row of numbers over all ranks, in flight.
 
     gloo reduces a short row in four consecutive small messages per rank. Gathering the rows and adding them here takes
     one message, and a quarter of the time on two ranks. A row ends with a mark of its step, because gloo accepts a
@@ -128,7 +128,7 @@ class GradientBuckets:
         self.parameters = list(own.values())
         self._group, self._on_wait = group, on_wait
         self._buckets = list(_buckets(self.parameters))
-        self._left: int | None = None  # buckets sent in this backward pass; None: gradients are kept
+        self._left: int | None = None  # buckets sent in this backward pass; None: gradients are only accumulated
         self._works: list[dist.Work] = []
         self._is_over = False
         self._uses_hooks = uses_hooks
@@ -141,7 +141,7 @@ class GradientBuckets:
         self._is_over = False
 
     def begin(self) -> None:
-        """Average in the next backward pass; otherwise it accumulates gradients of this rank."""
+        """Average gradients in the next backward pass; other passes only accumulate this rank's gradients."""
         self._left = 0
         for bucket in self._buckets:
             bucket.has_left = False
@@ -161,11 +161,11 @@ class GradientBuckets:
         self._works.clear()
 
     def end_step(self) -> None:
-        """Refuse gradients until the next step: they would be this rank's alone."""
+        """Refuse gradients until the next step, because they would not be averaged."""
         self._is_over = True
 
     def _watch(self, parameter: nn.Parameter, bucket: "_Bucket") -> None:
-        """Hook into each gradient; frozen parameters must require gradients to accept hooks."""
+        """Register a gradient hook; a frozen parameter accepts hooks only while it requires gradients."""
         if parameter._post_accumulate_grad_hooks:
             raise self._hook_error(parameter)
         wanted = parameter.requires_grad

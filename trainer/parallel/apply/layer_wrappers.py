@@ -1,4 +1,4 @@
-"""Wrappers of layers: activation checkpointing, torch.compile, and copies of view outputs."""
+"""Layer wrappers: activation checkpointing, torch.compile, and copies of view outputs."""
 
 from collections.abc import Callable
 from functools import partial
@@ -47,7 +47,7 @@ def _is_compiled(part: nn.Module) -> bool:
 
 
 Recompute = Callable[..., torch.Tensor]
-"""Calls a function on tensors; its activations are recomputed for its gradient."""
+"""Function that calls another function on tensors and recomputes its activations in the backward pass."""
 
 _aten = torch.ops.aten
 _PRODUCTS = (
@@ -63,7 +63,7 @@ _PRODUCTS = (
 
 
 def choose_recompute(number: int, train: TrainConfig) -> Recompute | None:
-    """Return how layer `number` is computed; None: it keeps its activations."""
+    """Return the recompute wrapper for layer `number`; None if the layer keeps its activations."""
     if not train.activation_checkpointing or number % train.recompute.every:
         return None
     if train.recompute.keep == "nothing":

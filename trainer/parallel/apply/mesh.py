@@ -1,7 +1,7 @@
 """The device mesh: pp x dp_replicate x dp_shard x cp x tp, with tp innermost so that it stays within a node.
 
-Parameters have their own mesh. On it the ranks that share a sequence (cp) count as shards, or as replicas with `ddp`:
-they differ only in their tokens.
+Parameters have their own mesh. In this mesh, ranks that share a sequence (cp) count as shards, or as replicas with
+`ddp`, because they differ only in their tokens.
 """
 
 import json
@@ -30,7 +30,7 @@ class Layout:
     """Mesh dp, cp, tp if ranks share sequences; else None."""
 
     sizes: Mapping[str, int]
-    """Size of each dimension, outermost first; several of its ranks may share one state."""
+    """Size of each dimension, outermost first."""
     device: torch.device
     rank: int
     world_size: int
@@ -141,9 +141,10 @@ def _without_one_stage(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 class _Meshes:
-    """Meshes whose one-rank dimensions share a single group: torch creates one per dimension and rank.
+    """Builder of meshes whose one-rank dimensions share a single group; torch creates one per dimension and rank.
 
-    With gloo each group has a thread that wakes a hundred times per second: five more cost a rank on one core 2 %.
+    With gloo, each group has a thread that wakes up a hundred times per second. Five more threads cost a rank with
+    one core 2 % of its time.
     """
 
     def __init__(self, device: torch.device, rank: int, world_size: int) -> None:
@@ -151,7 +152,7 @@ class _Meshes:
         self._alone: dist.ProcessGroup | None = None
 
     def build_mesh(self, dimensions: Mapping[str, int], own_group: str = "") -> DeviceMesh:
-        """Return the world as these dimensions, the last innermost; raises ValueError if their product is not its size.
+        """Return a mesh of all ranks, innermost dimension last; raises ValueError if the sizes do not fit the world.
 
         `own_group`: to separate traffic, this dimension gets its own group even if another has the same members.
         """

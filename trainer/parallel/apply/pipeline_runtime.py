@@ -1,4 +1,4 @@
-"""Executes a rank's pipeline stages in the order of a table, and measures the bubble."""
+"""Execution of a rank's pipeline stages in table order, and measurement of the bubble."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -54,7 +54,7 @@ class BubbleMeter:
         return end
 
     def take(self) -> RankSeconds:
-        """Return the times of the step that has ended; on a GPU it waits for the stream, so call it a step later."""
+        """Return the times of the finished step. On a GPU this waits for the stream, so call it one step later."""
         computed: dict[int, float] = {}
         waited: dict[int, float] = {}
         span = sends = reductions = 0.0
@@ -178,7 +178,7 @@ class ActionCalls:
         return Watched(self._watchers, StageActivity(activity, stage, micro_batch))
 
     def _local_wait(self, activity: Activity, stage: int, micro_batch: int) -> StageActivity | None:
-        """Return the moment for which a stage on this rank waits; None if its input is sent to another rank."""
+        """Return the moment at which `stage` waits for this input; None if the stage is on another rank."""
         return StageActivity(activity, stage, micro_batch) if stage in self._stages else None
 
 
@@ -188,7 +188,7 @@ _OF_FORWARD = (Kind.UNSHARD, Kind.RECEIVE_ACTIVATION, Kind.FORWARD, Kind.SEND_AC
 class Pipeline:
     """Stages of a rank; all ranks of the pipeline call the same methods with equally many micro-batches.
 
-    Like torch's runtime, but without its look-ups at every action, which cost 4 % of a step with small stages.
+    Like torch's runtime, but without its lookups at every action, which cost 4 % of a step with small stages.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class Pipeline:
         self._make_calls()
 
     def watch(self, watcher: Watcher) -> None:
-        """Add `watcher` from now on."""
+        """Call `watcher` in all further steps."""
         self._watchers.append(watcher)
         self._make_calls()
 
@@ -267,7 +267,7 @@ class Pipeline:
         return total
 
     def _clear(self) -> None:
-        """Clear the data of an evaluation; a failed step ends the rank and leaves gradients in FSDP."""
+        """Clear the data of a step or an evaluation; a failed step leaves gradients in FSDP, but ends the rank."""
         self._losses.clear()
         self._batches = ()
         self._messages.clear()
@@ -297,7 +297,7 @@ def _profile_call(name: str, call: Callable[[], None]) -> None:
 
 
 class PipelinedModel(nn.Module):
-    """Base of models that are split into stages; each rank has some of the stages."""
+    """Base class of models that are split into stages; each rank has some of the stages."""
 
     pipeline: Pipeline
     """Runs the stages of this rank and exchanges activations with the other ranks."""

@@ -42,13 +42,13 @@ class Watcher(Protocol):
         """Return the call at the start of a moment, or None."""
 
     def end_callback(self, moment: StageActivity) -> Call | None:
-        """Return the call at its end, or None; it is not called if the moment raised."""
+        """Return the call at the end of a moment, or None; it is skipped if the moment raised an error."""
 
 
 class Watched:
     """Runs the calls of all `watchers` around a moment, in every step.
 
-    As few as possible: a Python call between two passes takes ten times as long as in a loop.
+    Between two passes, a Python call takes ten times as long as in a loop, so there should be few of them.
     """
 
     __slots__ = ("_begins", "_ends", "moment")
@@ -80,7 +80,7 @@ class Messages:
         """Called before every send."""
 
     def post(self, wait: StageActivity, buffer: torch.Tensor, source: int) -> None:
-        """Start receiving into `buffer` from this rank of the group, before the data is needed."""
+        """Start receiving into `buffer` from the group's rank `source`, before the data is needed."""
         self._posted[wait] = buffer, dist.irecv(buffer, group=self._group, group_src=source)
 
     def hand_over(self, wait: StageActivity, tensor: torch.Tensor) -> None:
@@ -100,7 +100,7 @@ class Messages:
         return sum(wait.activity is activity for wait in self._posted)
 
     def send(self, send: Watched, tensor: torch.Tensor, target: int, wait: Watched) -> None:
-        """Start sending to this rank of the group; `wait`: moment at the end of the step that waits for the send."""
+        """Start sending to the group's rank `target`; `wait`: moment at the end of the step that waits for the send."""
         with send:
             if self.may_send():
                 self.sent_bytes += tensor.nbytes
@@ -170,7 +170,7 @@ def plain(action: _Action) -> PipelineAction:
 
 
 def _stand_ins(config: PipelineConfig, rank: int) -> Any:
-    """Return the stage attributes that a schedule reads to build its table; a real stage needs a process group."""
+    """Return the stage attributes that a schedule reads to build its table; a real stage would need a process group."""
     return [
         SimpleNamespace(
             stage_index=stage, num_stages=config.stages, group_size=config.ranks, group_rank=rank,
@@ -218,7 +218,10 @@ class LocalStage:
         return len(self._inputs) + len(self._half_done)
 
     def forward(self, micro_batch: int, x: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
-        """Run a forward pass on tokens or on the previous stage's output `x`; raises ValueError for an odd output."""
+        """Run a forward pass on tokens or on the previous stage's output `x`.
+
+        Raises ValueError if the output is not as the next stage expects.
+        """
         self._wait_for_gathers()
         if torch.is_grad_enabled():
             if not self.is_first:
@@ -253,7 +256,7 @@ class LocalStage:
         self._half_done[micro_batch] = output, x, gradient, groups
 
     def weight_gradient(self, micro_batch: int) -> None:
-        """Compute the gradients of weights left by `input_gradient`."""
+        """Compute the weight gradients that `input_gradient` has left out."""
         self._begin_backward()
         output, _, gradient, groups = self._half_done.pop(micro_batch)
         if self.is_first:
@@ -308,7 +311,7 @@ class LocalStage:
 def add_up_in_reduce_dtype(module: nn.Module) -> None:
     """Move gradients of half-precision weights into FSDP's sums in its reduction dtype.
 
-    A pass for weight gradients alone does not run FSDP's hooks, which would do so.
+    A pass for weight gradients alone does not run FSDP's hooks, which would otherwise do this.
     """
     if not isinstance(module, FSDPModule):
         return

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True, kw_only=True)
 class SequencePart:
-    """Chunks of a sequence on a rank, in order; the last ones contain padding if the length does not divide."""
+    """Chunks of a sequence on a rank, in order; the last ones contain padding if the length does not divide evenly."""
 
     length: int
     """Tokens of the whole sequence, without padding."""
@@ -43,13 +43,13 @@ class SequencePart:
         return torch.cat([padded[:, number * self.chunk : (number + 1) * self.chunk] for number in self.chunks], dim=1)
 
     def select_rows(self, table: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of a table [.., length, ..] with a row per position; padding gets any row."""
+        """Return this rank's rows of a table [.., length, ..] with a row per position; padding gets the last row."""
         places = self.positions.clamp(max=self.length - 1).to(table.device)
         return table.index_select(1, places)
 
 
 class SequenceAttention:
-    """Base of causal attention over sequences that several ranks share; replaces a layer's `attend`."""
+    """Base class of causal attention over sequences that several ranks share; replaces a layer's `attend`."""
 
     dimension: str
     """Name of the mesh dimension of these ranks."""

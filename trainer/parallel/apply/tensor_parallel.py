@@ -1,4 +1,4 @@
-"""Tensor parallelism of the built-in model: a plan for each layer, for torch's `parallelize_module`."""
+"""Tensor parallelism of the built-in model: layer plans for torch's `parallelize_module`."""
 
 from typing import Any
 

@@ -1,1 +1,1 @@
-"""Benchmarks: ratios to a limit or a peer in the same run, with losing rows kept."""
+"""Benchmarks: ratios to a limit or a peer in the same run, including the rows that lose."""

@@ -67,12 +67,12 @@ WRAPPED: dict[str, Callable[[Llama, DeviceMesh], nn.Module]] = {
 
 
 class BareWholePasses:
-    """Passes of ranks that have all layers, or parts of each."""
+    """Passes of ranks that have all layers, or a part of each layer."""
 
     def __init__(self, config: JobConfig, mesh: DeviceMesh, strategy: str) -> None:
         bare = workload.build(config).build_model()
         assert isinstance(bare, Llama)
-        if strategy == "ddp":  # it broadcasts values when it wraps them
+        if strategy == "ddp":  # DDP broadcasts values when it wraps a model
             bare.materialize(_CPU, config.train.seed)
         self.model = WRAPPED[strategy](bare, mesh)
         if strategy != "ddp":
@@ -95,7 +95,7 @@ class BareWholePasses:
 
 
 class BareStagedPasses:
-    """Passes of torch's own pipeline with one stage on each rank and orch's layers there; shapes are known."""
+    """Passes of torch's own pipeline, with one stage of orch's layers on each rank; shapes are known."""
 
     def __init__(self, config: JobConfig, mesh: DeviceMesh) -> None:
         part = split_model(config.parallel.pipeline, config.model, config.train).parts[mesh.get_rank()]
@@ -126,7 +126,7 @@ class BareStagedPasses:
         return torch.stack(losses).sum().detach() / self._count if losses else torch.zeros(())
 
     def end_step(self, total: torch.Tensor, max_norm: float) -> torch.Tensor:
-        """Clip by the norm over all stages, whose squares travel with the loss; return the loss of the step."""
+        """Clip by the norm over all stages, whose squares are summed together with the loss; return the step's loss."""
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         sums = torch.stack([nn.utils.get_total_norm(gradients).square(), total])
         dist.all_reduce(sums)

@@ -3,8 +3,8 @@
     python -m benchmarks.checkpoint [--rows PATTERN,...] [--quick] [--rounds 9] [--folder DIR] [--json] [--list]
 
 Every row runs in its own process, with its sides interleaved, and is compared with a limit measured in the same
-process: memcpy, raw reads, raw writes. The figure is ours / limit where less is better, limit / ours where more is.
-Other programs compared are torch's distributed checkpoints in their best configuration and torch.save. State sets: BIG
+process: memcpy, raw reads, raw writes. The figure is ours / limit if lower is better, else limit / ours. The other
+programs compared are torch's distributed checkpoints in their best configuration and torch.save. State sets: BIG
 (64 x 4 MiB) and SMALL (4000 x 64 KiB). Run it on an otherwise idle machine; other numbers are meaningless. Exit code 1
 if a row misses its must or fails.
 """
@@ -83,7 +83,7 @@ ROWS = (
 
 
 def measure(rows: Sequence[Row], options: argparse.Namespace) -> Iterator[tuple[Row, Result]]:
-    """Measure each row in a new process; this one does not load torch."""
+    """Measure each row in a new process; the current process does not load torch."""
     rounds, scale = (_QUICK_ROUNDS, _QUICK_SCALE) if options.quick else (max(LEAST_ROUNDS, options.rounds), 1.0)
     for row in rows:
         function, arguments = row.source

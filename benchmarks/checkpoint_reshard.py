@@ -33,7 +33,7 @@ _TENSORS, _SIDE = 64, 1024
 
 
 def bytes_read(folder: Path, rounds: int, scale: float, layout: str) -> Result:
-    """Measure the bytes read by all ranks, compared with those of their tensors, or of one rank's if replicated."""
+    """Compare the bytes read by all ranks with the bytes of their tensors, or of one rank's tensors if replicated."""
     for act, (size, _placement) in zip(("save", "load"), LAYOUTS[layout], strict=True):
         ranks = [
             run_in_process("checkpoint_reshard", "rank_main", folder, scale, layout, act, rank, size)
@@ -55,7 +55,7 @@ def bytes_read(folder: Path, rounds: int, scale: float, layout: str) -> Result:
 
 
 def rank_main(folder: Path, scale: float, layout: str, act: str, rank: int, size: int) -> dict[str, Any]:
-    """Run one rank of a save or of a load."""
+    """Run one rank of a save or a load."""
     meeting = f"file://{folder}/meeting-{layout}-{act}"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=120))
     (_, saved_as), (_, loaded_as) = LAYOUTS[layout]
@@ -80,7 +80,7 @@ def _measure_load(checkpointer: Checkpointer, folder: Path, number: int, placeme
     assert restored is not None
     exact = all(torch.equal(_local(target[key]), _local(wanted[key])) for key in wanted)
     (place,) = (folder / "ranks").glob("step-*")
-    # Each rank alone, as dcp.load reads in any case: only its planning would be shared.
+    # Each rank loads alone, because dcp.load would share only the planning, not the reads.
     dcp_loader.load(target, checkpoint_id=place, no_dist=True)
     needed = sum(_local(tensor).nbytes for tensor in target.values())
     return {

@@ -1,4 +1,4 @@
-"""Measurements of the checkpoint table, each in a process of its own: `python -m benchmarks.checkpoint_rows NAME JSON`.
+"""Measurements of the checkpoint table, each in its own process: `python -m benchmarks.checkpoint_rows NAME JSON`.
 
 Every function takes folder, rounds and scale (the share of the full state sets), then its row's arguments.
 """
@@ -32,7 +32,7 @@ Times = Mapping[str, Sequence[float]]
 
 
 def limit_of(times: Times) -> float:
-    """Return the median of the best limit; there are several where it can be reached in several ways."""
+    """Return the lowest median of the limits; some rows measure their limit in several ways."""
     return min(statistics.median(found) for name, found in times.items() if name.startswith(LIMIT))
 
 
@@ -55,7 +55,7 @@ def compare(times: Times, *, at_least: bool = False, **rest: Any) -> Result:
 
 
 def stall_block(folder: Path, rounds: int, scale: float, set_name: str) -> Result:
-    """Measure the call that copies the state, compared with one memcpy into a shared mapping; one thread in both."""
+    """Measure the call that copies the state, compared with one memcpy into a shared mapping; both use one thread."""
     state = BenchmarkState.from_set(set_name, scale)
     ours = Ours(folder / "ours", state)
     with opened_dcps(folder, state, "DCP thread", "DCP process") as dcps:
@@ -122,7 +122,7 @@ class Pass(NamedTuple):
 
 
 def rate_while_saving(folder: Path, rounds: int, scale: float) -> Result:
-    """Measure seconds per step during back-to-back saves, without their stalls, which are separate rows."""
+    """Measure seconds per step during back-to-back saves, without their stalls, which have separate rows."""
     state, step = BenchmarkState.from_set("SMALL", scale), _training_step()
     ours = Ours(folder / "ours", state)
     passes: dict[str, list[Pass]] = {}
@@ -173,7 +173,7 @@ def _training_step() -> Callable[[], None]:
 def _train_during_saves(
     step: Callable[[], None], begin: Callable[[], Callable[[], bool]], clean: Callable[[], None]
 ) -> Pass:
-    """Run steps during several saves; every save begins as soon as the previous one has ended."""
+    """Run steps during several saves; every save starts as soon as the previous one has finished."""
     steps, spent = 0, 0.0
     for _ in range(_SAVES):
         is_done = begin()
@@ -187,7 +187,7 @@ def _train_during_saves(
 
 
 def _describe_costs(passes: Mapping[str, Sequence[Pass]], alone: float) -> str:
-    """Return the cost of one save: the loss is the slowdown times its length, which a rate does not show."""
+    """Describe the duration of one save and the training time that it costs, which a rate does not show."""
     costs = []
     for name, found in passes.items():
         lasts = statistics.median(each.seconds for each in found) / _SAVES
@@ -227,7 +227,7 @@ def save(folder: Path, rounds: int, scale: float, set_name: str, whole: bool) ->
 
 
 def first_save(folder: Path, rounds: int, scale: float, set_name: str) -> Result:
-    """Measure new processes, each with its first save and several more, from the call to COMMIT."""
+    """Measure the first save and several more in new processes, from the call to COMMIT."""
 
     def start(side: str) -> list[float]:
         return list(answer(run_in_process("checkpoint_rows", "saves_of_process", folder, scale, side, set_name), 300))
@@ -256,7 +256,7 @@ def saves_of_process(folder: Path, scale: float, side: str, set_name: str) -> li
 
 
 def descriptors(folder: Path, rounds: int, scale: float) -> Result:
-    """Measure the peak of open descriptors in some saves, minus those before, under `ulimit -n 256`."""
+    """Measure the peak number of descriptors that saves open, under `ulimit -n 256`."""
     _soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
     state = BenchmarkState.from_set("SMALL", scale)
@@ -283,7 +283,7 @@ def descriptors(folder: Path, rounds: int, scale: float) -> Result:
 
 @contextmanager
 def _watch_descriptors() -> Iterator[list[int]]:
-    """Count this process's descriptors continuously; the list has the peak."""
+    """Count this process's descriptors continuously; the yielded list contains the peak."""
     peak, ended = [_count_descriptors()], threading.Event()
 
     def watch() -> None:
@@ -373,7 +373,7 @@ def load(folder: Path, rounds: int, scale: float, set_name: str, cold: bool) -> 
 def restart_from_memory(folder: Path, rounds: int, scale: float) -> Result:
     """Measure a restart in place: the agent's writer keeps the arena, and the next generation loads from it.
 
-    Only the load is measured, by a new generation each time; both sides are prepared before, as ranks are.
+    Only the load is measured, by a new generation each time; both sides are prepared beforehand, as ranks are.
     """
     state = BenchmarkState.from_set("BIG", scale)
     writer = CheckpointWriter(0, os.environ, os.open(folder / "writer.log", os.O_WRONLY | os.O_CREAT))

@@ -1,4 +1,4 @@
-"""Sides of the checkpoint table: states, the page cache, raw copies and reads, orch's checkpointer, torch's."""
+"""Sides of the checkpoint table: raw copies, reads and writes, orch's checkpointer, and torch's checkpoints."""
 
 import ctypes
 import gc
@@ -37,7 +37,7 @@ BLOCK = 8 << 20
 """Bytes of one write or read, as in the engine's chunks."""
 CORES = len(os.sched_getaffinity(0))
 Side = Callable[[], float]
-"""Performs its task once and returns its seconds, without set-up and clean-up."""
+"""Function that performs a task once and returns its seconds, without setup and cleanup."""
 
 # -- states
 
@@ -54,7 +54,7 @@ class BenchmarkState:
 
     @classmethod
     def from_set(cls, set_name: str, scale: float) -> "BenchmarkState":
-        """Make the share `scale` of the tensors of BIG (64 x 4 MiB) or SMALL (4000 x 64 KiB)."""
+        """Create the share `scale` of the tensors of BIG (64 x 4 MiB) or SMALL (4000 x 64 KiB)."""
         number, words = _WORDS[set_name]
         draw = torch.Generator().manual_seed(number)
         names = (kind.format(f"layers.{index:05d}.weight") for index in count() for kind in _KINDS)
@@ -136,7 +136,7 @@ def room(nbytes: int, *, shared: bool = False) -> memoryview:
 
 
 def memcpy_side(nbytes: int) -> Side:
-    """Return one memcpy from private to shared memory in this thread; ctypes releases the GIL meanwhile."""
+    """Return a side that copies private to shared memory in this thread; ctypes releases the GIL meanwhile."""
     views = room(nbytes, shared=True), room(nbytes)
     target, source = (ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in views)
 
@@ -184,7 +184,7 @@ def raw_write(view: memoryview, folder: Path, *, threads: int = 1) -> float:
 
 
 def raw_reads(files: Sequence[Path], target: memoryview, *, cold: bool) -> dict[str, Side]:
-    """Return the ways of reading at the limit: warm through the page cache, cold also with O_DIRECT."""
+    """Return the sides that read at the limit: warm through the page cache, cold also with O_DIRECT."""
     ways: dict[str, Side] = {LIMIT: lambda: raw_read(files, target, threads=CORES, cold=cold)}
     if cold:
         ways[f"{LIMIT}, O_DIRECT"] = lambda: raw_read(files, target, threads=CORES, cold=cold, direct=True)
@@ -231,7 +231,7 @@ def _open(path: Path, flags: int, *, direct: bool = True) -> int:
 
 
 class SaveTimes(NamedTuple):
-    """Seconds of one save: training paused for `stall`; `written` from then to COMMIT; `whole` is both."""
+    """Seconds of one save: training paused for `stall`; `written` is the time from then to COMMIT, `whole` the sum."""
 
     stall: float
     written: float
@@ -254,7 +254,7 @@ class Ours:
 
     @classmethod
     def save_once(cls, folder: Path, state: BenchmarkState) -> Path:
-        """Return the folder of a checkpoint of `state` whose checkpointer is closed."""
+        """Save `state` once, close the checkpointer, and return the checkpoint's folder."""
         ours = cls(folder, state)
         name = ours.save().name
         ours.checkpointer.close()
@@ -264,7 +264,7 @@ class Ours:
         self.events.append((time.perf_counter(), kind, data))
 
     def save(self) -> SaveTimes:
-        """Save once in block mode, until committed and old checkpoints are deleted; raises RuntimeError."""
+        """Save once in block mode, and wait for the commit and the deletion of old checkpoints; raises RuntimeError."""
         step = self.state.next_step()
         start = time.perf_counter()
         self.checkpointer.save(step, self.state.tensors, {})
@@ -305,7 +305,7 @@ DCP_KINDS = {
     "DCP process": (_PROCESS, StagingOptions(False, True, False, False)),
     "DCP process, async staging": (_PROCESS, StagingOptions(False, True, True, False)),
 }
-"""Every stager is reused, plans are cached, and a process receives shared memory."""
+"""Stagers are reused, plans are cached, and a DCP process receives shared memory."""
 
 
 class Dcp:
@@ -320,7 +320,7 @@ class Dcp:
         self._place = folder
 
     def start(self) -> tuple[Future[Any], Callable[[], Any]]:
-        """Begin a save; return the future of its end, and a function that waits for the end of its staging."""
+        """Start a save; return a future for its completion, and a function that waits until staging has finished."""
         self._place = self._folder / str(next(self._numbers))
         answer = dcp.async_save(
             self._state.tensors, checkpoint_id=self._place, async_stager=self._stager, planner=self._planner,
@@ -351,7 +351,7 @@ class Dcp:
 
 @contextmanager
 def opened_dcps(folder: Path, state: BenchmarkState, *kinds: str) -> Iterator[dict[str, Dcp]]:
-    """Open DCP in these modes, in the gloo group of this process alone that its process mode requires."""
+    """Open DCP in these modes, within a gloo group of this process only, which DCP's process mode requires."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting-{os.getpid()}", rank=0, world_size=1)
     try:
         dcps = {kind: Dcp(folder, state, kind) for kind in kinds}

@@ -1,4 +1,4 @@
-"""Faults prevented by avoiding nodes after their faults, and the cost in node-time, on a real record of faults.
+"""Faults prevented by avoiding nodes that have failed, and the cost in node-time, on a real fault trace.
 
     python -m benchmarks.node_exclusion TRACE.json [--nodes 400] [--days 345] [--json]
 
@@ -26,7 +26,7 @@ NO_FAULTS = ("Change", "Test")
 
 @dataclass(frozen=True)
 class NodeOutage:
-    """A node was unusable from `start` to `end`, in days."""
+    """Period in which a node was unusable, in days."""
 
     node: str
     start: float
@@ -38,7 +38,7 @@ Policy = Callable[[NodeHistory, NodeHistory], float]
 
 
 def faults(events: list[dict[str, Any]]) -> list[NodeOutage]:
-    """Return the faults with an end, by start; those of one node end in the order of their start."""
+    """Return the faults with an end, sorted by start; the faults of a node are assumed to end in the same order."""
     begun: dict[str, list[float]] = {}
     found = []
     for event in sorted(events, key=lambda one: float(one["event_time"])):

@@ -2,9 +2,9 @@
 
     python -m benchmarks.proof [--again [PATH ...] | --only PATH ...]
 
-It takes hours, so an interrupted or failed run can be continued: `--again` runs the tests that have not passed yet, and
-repeats those below the PATHs, and keeps the other results. `--only` runs the tests below the PATHs, and leaves the
-results of all other tests unchanged: each has the date of its run.
+It takes hours, so an interrupted or failed run can be continued: `--again` runs the tests that have not passed yet,
+repeats those below the PATHs, and keeps the other results. `--only` runs the tests below the PATHs, and leaves all
+other results, with the dates of their runs, unchanged.
 """
 
 import argparse
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "proof.md"
 REPORT = ROOT / "build" / "proof-cases.json"
 PASSED, CASES = "ORCH_PROOF_PASSED", "ORCH_PROOF_CASES"
-"""Environment variables with the paths of the list of deselected tests, and of the cases that pytest writes."""
+"""Environment variables: path of the list of tests to deselect, and path of the cases that pytest writes."""
 HEAD = """# Proof
 
 Results of the long tests (`make proof`), one row per group. [proof.json](proof.json) has the figures of every test.
@@ -48,7 +48,7 @@ Case = dict[str, Any]
 
 
 def _total(values: list[str]) -> str:
-    """Return the sum of whole numbers, or of both parts of `3 of 4`."""
+    """Return the sum of whole numbers, or of both parts of values such as `3 of 4`."""
     parts = [found for value in values if (found := re.search(r"(\d+) of (\d+)$", value))]
     if parts:
         return f"{sum(int(part[1]) for part in parts):,} of {sum(int(part[2]) for part in parts):,}"
@@ -74,10 +74,10 @@ class ProofGroup:
 
     title: str
     tests: str
-    """Beginnings of the tests' ids; the longest one that matches decides."""
+    """Prefixes of test ids; the longest match decides."""
     label: str = ""
     figures: str = ""
-    """Beginning of the names of the figures that the row summarizes; empty: the label."""
+    """Prefix of the names of the figures that the row summarizes; empty: the label."""
     summary: Callable[[list[str]], str] = _total
 
 
@@ -129,7 +129,7 @@ def machine() -> str:
 
 
 def results(cases: Iterable[Case]) -> dict[str, Result]:
-    """Return the results by test, with the cases of all its parameters counted."""
+    """Return the results by test; the cases of all its parameters are added up."""
     tests: dict[str, list[Case]] = {}
     for case in cases:
         tests.setdefault(case["id"].partition("[")[0], []).append(case)
@@ -147,7 +147,7 @@ def results(cases: Iterable[Case]) -> dict[str, Result]:
 
 
 def figures(cases: Iterable[Case]) -> dict[str, int | list[str]]:
-    """Return the cases' recorded figures: a sum of whole numbers, since the cases share a count; else every value."""
+    """Return the figures of the cases by name: the sum of whole numbers, or a list of all other values."""
     found: dict[str, list[str]] = {}
     for name, value in (figure for case in cases for figure in case["figures"]):
         found.setdefault(name, []).extend(value.splitlines())
@@ -170,7 +170,7 @@ def run(kept: Iterable[Case], paths: Sequence[str]) -> tuple[int, list[Case]]:
     with tempfile.TemporaryDirectory() as folder:
         passed, cases = Path(folder) / "passed", Path(folder) / "cases"
         passed.write_text("\n".join(case["id"] for case in kept))
-        # A private folder for tests, because other pytest runs clear the default one during this half-hour run.
+        # A private folder for tests, because other pytest runs clear the default one during this long run.
         words = f"-m pytest -q -n 3 -m proof --basetemp={folder}/tests -o timeout=7200 -p benchmarks.proof"
         command = [sys.executable, *words.split(), *paths]
         environment = {**os.environ, PASSED: str(passed), CASES: str(cases)}
@@ -203,7 +203,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect passed tests; `--deselect` would also deselect every test whose name begins with one of theirs."""
+    """Deselect passed tests; `--deselect` would also deselect every test whose name begins with theirs."""
     passed = set(Path(os.environ[PASSED]).read_text().splitlines())
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
     items[:] = [item for item in items if item.nodeid not in passed]

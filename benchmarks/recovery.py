@@ -3,13 +3,13 @@
     python -m benchmarks.recovery [--rows PATTERN,...] [--rounds 7] [--slurm] [--folder DIR] [--json] [--list]
 
 Runs are submitted as a user submits them, faulted from outside, and timed by the records of agents and ranks. In every
-round each side is faulted once, in turn; a SIGSTOP that others cannot detect only once, since they would wait forever.
-torchrun is two processes on this machine, with an ordinary DDP script; orch also runs the same script. "never" means
-not within a minute. For a stopped rank of a script both should give "never": torchrun does not watch for it, and
-orch watches the ranks of a command only for their end.
+round each side is faulted once, in turn. The sides that cannot detect a SIGSTOP receive it only once, since they would
+wait forever. torchrun is two processes on this machine, with an ordinary DDP script; orch also runs the same script.
+"never" means not within a minute. For a stopped rank of a script both should give "never": torchrun does not watch for
+it, and orch watches the ranks of a command only for their exit.
 
-n counts rounds; "4 of 7" means that four of seven produced the figure, and such a row of ours is FAILED, whatever its
-median. Run it on an otherwise idle machine; other numbers are meaningless. Exit code 1 if a row misses its must or
+n counts rounds; "4 of 7" means that four of seven produced the figure, and such a row of ours is FAILED, regardless of
+its median. Run it on an otherwise idle machine; other numbers are meaningless. Exit code 1 if a row misses its must or
 fails.
 """
 
@@ -45,7 +45,7 @@ _SEEN_BY_TORCHRUN = re.compile(r"failed \(exitcode: -\d+\) local_rank: \d+ \(pid
 
 
 def kill_rank(folder: Path, kind: str, *settings: str) -> Figures:
-    """Measure SIGKILL of a rank: time to notice, time back to a step, and the latter as a share of the cold start."""
+    """Measure SIGKILL of a rank: time to notice, time to the next step, and the latter as a share of the cold start."""
     with BenchmarkRun(folder, kind, "tiny-gpt", *_SETTINGS, *settings) as job:
         first = job.event(EventKind.GENERATION_FIRST_STEP, _START_SECONDS, generation=1)
         cold = first.time - job.start_time()
@@ -81,7 +81,7 @@ def stop_rank(folder: Path, kind: str) -> Figures:
 
 
 def lose_node(folder: Path, kind: str) -> Figures:
-    """Kill the agent of a node with all its descendants, and measure until a spare takes its place."""
+    """Kill a node's agent, whose descendants end with it, and measure the time until a spare has replaced the node."""
     with BenchmarkRun(folder, kind, "tiny-gpt", *_SETTINGS, "cluster.spare_nodes=1") as job:
         job.wait_for_step(_FAULT_STEP, _START_SECONDS)
         at = send_signal(job.agent(1).pid, signal.SIGKILL)
@@ -95,7 +95,7 @@ def monitoring_cost(folder: Path, kind: str) -> Figures:
     """Return `ratio` of the median step times, and `cpu`: extra seconds of the product per step and rank.
 
     The whole product is compared, not its monitoring alone: ranks, agents, all processes that agents start, metrics,
-    work logs and agreement. No save and no end occurs meanwhile: benchmarks.checkpoint measures the cost of saves. The
+    work logs and agreement. No save occurs meanwhile, because benchmarks.checkpoint measures the cost of saves. The
     ranks of both sides are bound to cores in the same way: placement of four ranks on two cores accounts for a tenth of
     a step's time.
     """
@@ -147,7 +147,7 @@ def kill_in_script(folder: Path, kind: str) -> Figures:
 def stop_in_script(folder: Path, kind: str) -> Figures:
     """Measure SIGSTOP of a rank of the script; infinity if nothing is declared in time, which is expected.
 
-    Ranks of a command have no progress cell, so they are watched only for their end.
+    Ranks of a command have no progress cell, so they are watched only for their exit.
     """
     with _script_of_ours(folder, kind) as (job, logs):
         at = send_signal(_wait_for_victim(logs), signal.SIGSTOP)
@@ -159,7 +159,7 @@ def stop_in_script(folder: Path, kind: str) -> Figures:
 
 
 def fault_under_torchrun(folder: Path, number: signal.Signals) -> Figures:
-    """Send a rank this signal; measure when torchrun reports it and when rank 0 trains again, infinity if never."""
+    """Send a rank this signal; measure the times until torchrun reports it and rank 0 trains again (inf: never)."""
     logs = folder / "torchrun"
     with Torchrun(logs) as job:
         victim = _wait_for_victim(logs)
@@ -227,7 +227,7 @@ class Torchrun:
 
 
 def _wait_for_victim(logs: Path) -> int:
-    """Return the victim's process once it has trained the step at which it is faulted."""
+    """Return the victim's pid once it has trained the step of the fault."""
 
     def look() -> int | None:
         lines = read_lines(logs / f"rank-{_VICTIM}.jsonl")
@@ -241,7 +241,7 @@ def _first_step(logs: Path) -> float:
 
 
 def _first_step_after(logs: Path, at: float) -> float:
-    """Return the time of rank 0's first step in a process that began after `at`; infinity without such a step."""
+    """Return the time of rank 0's first step in a process that started after `at`; infinity if there is none."""
     log = logs / "rank-0.jsonl"
     old = {line["pid"] for line in read_lines(log) if line["time"] <= at}
     try:
@@ -273,7 +273,7 @@ FAULTS: dict[str, dict[str, Side]] = {
     "scale": {OURS: scale},
 }
 ONCE = {("stop", _SCRIPT), ("stop", _TORCHRUN), ("scale", OURS)}
-"""Sides measured once, so that their n is 1: two wait for the full timeout, the third includes both kinds of ranks."""
+"""Sides measured once, so that their n is 1: two wait for the full timeout, the third measures both kinds of hangs."""
 
 
 def _row(name: str, text: str, bounds: tuple[float, float], source: str, unit: str = "s") -> Row:
@@ -296,7 +296,7 @@ COUNTED = {"wrong": "another rank was named", "unkept": "the evidence was not on
 
 def measure(rows: Sequence[Row], options: argparse.Namespace) -> Iterator[tuple[Row, Result]]:
     """Measure each fault once for all of its rows."""
-    # An early SIGTERM leaves all blocks, which ends everything that they started.
+    # On SIGTERM, exit through all `with` blocks, which end everything that they started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     for fault in dict.fromkeys(row.source[0] for row in rows):
         rounds, problems = measure_fault(fault, options.rounds, options.folder, "slurm" if options.slurm else "local")

@@ -1,4 +1,4 @@
-"""Times of a restore test: to the first step (RTO), to restore, to verify; and its cost for a concurrent run.
+"""Times of a restore test (to the first step, to restore, to verify), and its cost for a concurrent run.
 
     python -m benchmarks.restore_tests [--rows tiny-*,beside,...] [--rounds 5] [--folder DIR] [--json] [--list]
 
@@ -7,8 +7,8 @@ on four, in turn with raw reads of the same files, cold and warm. The figure is 
 the first step, without verifying. The files are dropped from the page cache before each test; verification reads them
 first, and the restore uses what that leaves in the cache.
 
-The row `beside` compares a run's steps beside a test with its steps beside as many busy processes of the same nice
-value, for the same time. All rows take about ten minutes. Run it on an otherwise idle machine; on others, ratios are
+The row `beside` compares a run's step time during a test with its step time next to equally many busy processes of the
+same nice value. All rows take about ten minutes. Run it on an otherwise idle machine; elsewhere, ratios are
 more reliable than times. Exit code 1 if a row fails.
 """
 
@@ -129,13 +129,13 @@ def _run_test(job: BenchmarkRun, layout: str, step: int) -> dict[str, Any]:
 
 
 def _step_times(job: BenchmarkRun) -> list[float]:
-    """Return the times of steps of rank 0."""
+    """Return the times at which rank 0 finished its steps."""
     lines = work_lines(RunDir(job.path("")).all_attempts()[-1])
     return [float(line["time"]) for line in lines if line["rank"] == 0]
 
 
 def _measure_beside(windows: int, folder: Path) -> Result:
-    """Measure step times in `windows` windows of each kind, in turn: alone, beside a test, beside the load.
+    """Measure step times in `windows` windows of each kind, in turn: alone, during a test, and under load.
 
     A test's window is its job, from the first event to the last. The load has as many processes as the test has ranks,
     for as long as the previous test.
@@ -165,7 +165,7 @@ def _test_window(job: BenchmarkRun) -> Window:
 
 
 def _window(processes: int, seconds: float) -> Window:
-    """Wait with this many busy processes; return the window."""
+    """Keep this many processes busy for some seconds; return the window."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
     began = time.time()
     try:

@@ -1,7 +1,7 @@
 """Command line, table and JSON of every benchmark, and the comparison of sides that take turns.
 
 A row compares ours with a limit or with other programs in one run. The table has the median of its rounds, the interval
-of that median, the targets, and the reason of a known miss. Exit code 1 if a row misses its must or fails.
+of that median, the targets, and the reason for a known miss. Exit code 1 if a row misses its must or fails.
 """
 
 import argparse
@@ -30,7 +30,7 @@ _UNITS = {"us": (1e6, " us", 1), "%": (100.0, " %", 1), "x": (1.0, " x", 3), "Mi
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A row of a table. Less is better if the stretch is below the must, more if it is above."""
+    """A row of a table. Lower is better if the stretch is below the must, else higher is better."""
 
     name: str
     text: str
@@ -38,11 +38,11 @@ class Row:
     stretch: float | None = None
     unit: str = "x"
     source: Any = None
-    """Where the benchmark finds or measures the figure; the runner does not use it."""
+    """Source of the figure in the benchmark; the runner does not use it."""
     by_interval: bool = False
     """Missed only if the whole interval is beyond the must; needs at least 7 rounds."""
     reason: str = ""
-    """Known reason of a miss, printed only then."""
+    """Known reason for a miss, printed only if the row misses."""
 
     @property
     def at_least(self) -> bool:
@@ -58,7 +58,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Figures of one row by round, infinite for rounds without one; `others` are those of other programs."""
+    """Figures of one row by round, infinite for rounds without a figure; `others` are the figures of other programs."""
 
     values: Sequence[float]
     others: Mapping[str, Sequence[float]] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Result:
     """Further conditions that the row does not meet."""
     notes: Sequence[str] = ()
     problems: Sequence[str] = ()
-    """Errors that ended a round of ours; one of them makes the whole row FAILED."""
+    """Errors that ended one of our rounds; any of them makes the whole row FAILED."""
 
 
 Measure = Callable[[Sequence[Row], argparse.Namespace], Iterator[tuple[Row, Result]]]
@@ -193,9 +193,9 @@ def _describe_machine(report: Mapping[str, Any]) -> str:
 
 
 def interleave(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each side in `rounds`, after a warm-up round. Each side returns those of one call.
+    """Return the seconds of each side in `rounds`, after a warm-up round. A side returns the seconds of one call.
 
-    Limits, ours, limits (A/B/A), then the others; every second round runs in the opposite order.
+    The order is limits, ours, limits (A/B/A), then the others; every second round runs in the opposite order.
     """
     limits = [name for name in sides if name.startswith(LIMIT)]
     order = [*limits, OURS, *limits, *(name for name in sides if name not in (*limits, OURS))]
@@ -238,13 +238,13 @@ def until(look: Callable[[], Found | None], seconds: float, what: str) -> Found:
 
 
 def run_in_process(module: str, function: str, *arguments: Any) -> "subprocess.Popen[str]":
-    """Start a function of a benchmark that has this command line in a new process; `answer` returns its result."""
+    """Start a function of a benchmark module that calls `serve`, in a new process; `answer` returns its result."""
     words = [sys.executable, "-m", f"benchmarks.{module}", function, json.dumps(arguments, default=str)]
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def answer(process: "subprocess.Popen[str]", seconds: float) -> Any:
-    """Return what the function returned; raises RuntimeError if it failed or took longer."""
+    """Return the function's result; raises RuntimeError if it failed or took longer."""
     try:
         output, errors = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:

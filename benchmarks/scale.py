@@ -1,15 +1,15 @@
-"""Cost of 10,000 ranks for their coordinator, and its time to detect a stopped one.
+"""Coordinator cost for 10,000 ranks, and the time to detect a stopped rank.
 
     python -m benchmarks.scale [--nodes 1250] [--ranks-per-node 8] [--seconds 20] [--step 1.0] [--rounds 1]
                                [--json] [--list]
 
 The coordinator in this process is real; its agents, in another process, are synthetic: they join over loopback with the
 real protocol, and report like real agents, with every rank changed in every report. CPU is the coordinator process's,
-as a share of one core. A verdict's time begins when the culprit's own limit is over, and ends when it is declared hung:
-flight records of all ranks are requested, read and compared in between; evidence, which real agents take up to ten
-seconds to collect, follows. One process writes the records of all ranks here, whereas in a real job each node writes
-its own, so the measured times of verdicts are too long. Rounds are incidents of each kind; 0 measures the CPU only.
-Exit code 1 if a must is missed or the wrong rank is named.
+as a share of one core. A verdict's time begins when the culprit's own limit is over, and ends when it is declared hung.
+In between, the flight records of all ranks are requested, read and compared. Evidence, which real agents take up to ten
+seconds to collect, follows later. One process writes the records of all ranks here, whereas in a real job each node
+writes its own, so the measured times of verdicts are too long. Rounds are incidents of each kind; 0 measures the CPU
+only. Exit code 1 if a must is missed or the wrong rank is named.
 """
 
 import argparse
@@ -63,7 +63,7 @@ class ScaleBenchmark:
         self._agents: asyncio.subprocess.Process
 
     async def play(self) -> tuple[float, list[dict[str, Any]], str]:
-        """Return the share of CPU, the verdicts, and a description of the job."""
+        """Return the CPU share, the verdicts, and a description of the job."""
         options, coordinator = self._options, self._make_coordinator()
         await coordinator.open("127.0.0.1")
         self._coordinator = asyncio.create_task(coordinator.run())
@@ -109,7 +109,7 @@ class ScaleBenchmark:
         return (time.process_time() - cpu) / (time.monotonic() - start)
 
     async def _incident(self, kind: str, number: int) -> dict[str, Any]:
-        """Stop one rank; return the kind, whether another rank was named, the seconds to the verdict, and a note."""
+        """Stop one rank; return the kind, the seconds to the verdict (infinite for another rank), and a note."""
         # On a different node each time, because a node that hangs again is given up.
         rank = self._options.ranks_per_node * (self._options.nodes // 2 + number)
         stopped = await self._ask_agents(f"{kind} {rank}")
@@ -138,7 +138,7 @@ class ScaleBenchmark:
         return answer
 
     async def _next_event(self, kind: EventKind, seconds: float, *, required: bool = True) -> Event | None:
-        """Return the next event of this kind after the last returned one; raises RuntimeError if one is required."""
+        """Return the next event of this kind after the last returned one; raises RuntimeError if it is required."""
         give_up = time.monotonic() + seconds
         events: list[Event] = []
         while time.monotonic() < give_up and not self._coordinator.done():

@@ -24,7 +24,7 @@ FAILURES = (NotInTimeError, RuntimeError, OSError, LookupError, ValueError, subp
 
 
 class BenchmarkRun:
-    """A run from its submission on; leaving the block ends all of its processes."""
+    """Context manager that submits a run, and ends all of its processes at exit."""
 
     def __init__(self, folder: Path, kind: str, preset: str, *settings: str, work_log: bool = True) -> None:
         """`work_log`: every rank writes a line for every step, which most measurements here need."""
@@ -89,7 +89,7 @@ class BenchmarkRun:
         until(look, seconds, f"step {step} of {self.name}")
 
     def pid(self, rank: int) -> int:
-        """Return the newest process of a rank, from its work log."""
+        """Return the pid of a rank's newest process, from its work log."""
         return int(self._newest_work(rank)["pid"])
 
     def work_log(self, rank: int) -> Path:

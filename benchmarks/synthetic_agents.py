@@ -55,7 +55,7 @@ class SyntheticRanks:
             self._generation, self._began, self.culprit = generation, time.monotonic(), -1
 
     def see(self, rank: int, node: str) -> RankSample:
-        """Return the present sample of one rank."""
+        """Return the current sample of one rank."""
         now, is_waiting = time.monotonic(), False
         at = now
         if self.culprit >= 0 and now > self.stopped:
@@ -89,7 +89,7 @@ class SyntheticRanks:
 
 @functools.lru_cache(maxsize=8)
 def _flight(entered: int, completed: int, world: tuple[int, ...]) -> str:
-    """Return the template record of rank -1; one process writes all records here, but each node does in a real job."""
+    """Return a template record for rank -1, cached because one process writes the records of all ranks here."""
     states = ["done"] * completed + ["scheduled"] * (entered - completed)
     newest = list(enumerate(states, 1))[-30:]
     entries = tuple(

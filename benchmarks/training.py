@@ -3,10 +3,10 @@
     python -m benchmarks.training [--rows ddp,fsdp,...] [--rounds 15] [--folder DIR] [--json] [--list]
 
 Both sides train the product's model in float32 on two ranks of this machine, each bound to one core, in turns of two
-seconds. Ours is a whole run as a user submits it: agents, progress cells, metrics, agreement; saves are left out: see
-benchmarks.checkpoint. A round is one turn of each side; its ratio is the ratio of their median step times. The interval
-contains the median of all rounds with a probability of at least 95 % (binomial, order statistics); at least 15
-rounds give figures worth keeping.
+seconds. Ours is a whole run as a user submits it, with agents, progress cells, metrics and agreement, but without
+saves, which benchmarks.checkpoint measures. A round is one turn of each side; its ratio is the ratio of their median
+step times. The interval contains the median of all rounds with a probability of at least 95 % (binomial, order
+statistics); at least 15 rounds give figures worth keeping.
 
 Run it on an otherwise idle machine; other numbers are meaningless. Exit code 1 if a row misses its must or fails.
 """

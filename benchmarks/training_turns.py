@@ -1,4 +1,4 @@
-"""Turn-by-turn training of a run of ours and a bare loop on one machine."""
+"""Training of one of our runs and a bare loop in turns, on one machine."""
 
 import contextlib
 import json
@@ -41,7 +41,7 @@ class Turn(NamedTuple):
 
 
 class TrainingSide:
-    """Processes that train in turn with others and are stopped meanwhile."""
+    """Processes that train in turn with others and are stopped during the others' turns."""
 
     def __init__(self, log: Path, watching: Collection[int], watched: Collection[int]) -> None:
         """`log` has every step of rank 0; `watching` are stopped longest, so that they never see a stopped rank."""
@@ -91,7 +91,7 @@ class TrainingSide:
 def train_in_turns(
     job: BenchmarkRun, ranks: int, words: Sequence[str], logs: Path, turns: int
 ) -> tuple[TrainingSide, TrainingSide]:
-    """Train `job` and the bare ranks `python WORDS` alone, in changing order; return both sides.
+    """Train `job` and the bare ranks `python WORDS` in turns, in changing order; return both sides.
 
     The controller, shared by all runs, is left out of ours. Afterwards ours is resumed, so that the run can be ended.
     """
@@ -142,7 +142,7 @@ def _is_of_rank_zero(line: dict[str, Any]) -> bool:
 
 
 def _has_warmed_up(log: Path, ranks: Sequence[subprocess.Popen[bytes]]) -> bool | None:
-    """Return True once warm, else None; raises RuntimeError as soon as a rank of the bare loop has ended."""
+    """Return True once warm, else None; raises RuntimeError as soon as a rank of the bare loop has exited."""
     ended = [f"rank {number} with code {rank.poll()}" for number, rank in enumerate(ranks) if rank.poll() is not None]
     if ended:
         last = (log.parent / "output.log").read_text(errors="replace").strip().splitlines()[-1:]
@@ -159,9 +159,9 @@ def _bind_to_cores(ranks: Sequence[int]) -> None:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the CPU time of all threads of a process, ended ones included; /proc has a resolution of only 10 ms.
+    """Return the CPU time of a process, including exited threads; /proc has a resolution of only 10 ms.
 
-    The number is the clock that clock_getcpuclockid(3) derives from a pid.
+    The argument is the clock ID that clock_getcpuclockid(3) derives from a pid.
     """
     try:
         return time.clock_gettime((~pid << 3) | 2)

@@ -174,7 +174,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Decoder: tokens [batch, length] to logits [batch, length, padded vocabulary], or with targets to the mean loss."""
+    """Decoder: tokens [batch, length] to logits [batch, length, padded vocabulary], or with targets to a mean loss."""
 
     rotary: torch.Tensor
 

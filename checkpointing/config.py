@@ -12,13 +12,13 @@ BY_NODE = "node"
 
 @dataclass(frozen=True, kw_only=True)
 class TierConfig:
-    """A place for checkpoints. A run's first tier receives every save; the others receive copies."""
+    """A location for checkpoints. A run's first tier receives every save; the others receive copies."""
 
     path: str = RUN
     """A folder, an fsspec URL (`s3://bucket/prefix`), or `run` for the run's own folder. orch adds the run's name."""
 
     every: int = 0
-    """Copy a checkpoint here if it is at least this many steps newer than the newest one here; 0: copy every one."""
+    """Copy a checkpoint here if it is at least this many steps newer than the newest checkpoint here; 0: copy all."""
 
     keep: int = 3
     """Number of newest checkpoints to keep here; at least 2."""
@@ -27,7 +27,7 @@ class TierConfig:
     """False for a node's own disk: every node then keeps the files of its own ranks there."""
 
     bandwidth: float = 0.0
-    """Largest MiB/s that each rank may write to this tier; 0: no limit."""
+    """Maximum MiB/s that each rank may write to this tier; 0: no limit."""
 
     stripes: int = 1
     """Lustre stripe count of the folder, set if `lfs` is installed; 0: the site's default."""
@@ -45,7 +45,7 @@ class TierConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionConfig:
-    """Rules for keeping checkpoints besides the newest `keep`. Pinned checkpoints are always kept."""
+    """Rules for keeping checkpoints in addition to the newest `keep`. Pinned checkpoints are always kept."""
 
     every: int = 0
     """Keep every checkpoint whose step is a multiple of this; 0: none."""
@@ -57,7 +57,7 @@ class RetentionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BestConfig:
-    """Best checkpoints by a metric, kept besides the newest `keep`; the run then saves after every validation too."""
+    """Best checkpoints by a metric, kept in addition to the newest; the run then also saves after each validation."""
 
     metric: str = ""
     """A number that the workload's `validate` or `metrics` returns, or `loss`; empty: keep none."""
@@ -82,10 +82,10 @@ class StagingConfig:
     """Staging of a rank's state for the writer."""
 
     mode: str = "block"
-    """`block`: training waits for the copy. `lazy`: the copy is made during the next forward and backward pass."""
+    """`block`: training waits for the copy. `lazy`: the state is copied during the next forward and backward pass."""
 
     host_memory: float = 0.0
-    """Largest GiB of host memory for one rank's copies; 0: enough for two. If it is too small for one, training waits
+    """Maximum GiB of host memory for one rank's copies; 0: enough for two. If it is too small for one, training waits
     for the disk, failed saves are not retried, and no copy stays in memory.
     """
 
@@ -106,10 +106,10 @@ class AutoConfig:
     """Bounds of the interval that `checkpoint.every: auto` chooses."""
 
     least: int = 10
-    """Smallest number of steps between two saves; the first save comes after this many."""
+    """Minimum number of steps between two saves, and before the first save."""
 
     most: int = 5000
-    """Largest number of steps between two saves."""
+    """Maximum number of steps between two saves."""
 
     node_days: float = 64.0
     """First estimate of the node-days per failure; observed failures of the cluster and the run soon outweigh it."""
@@ -131,7 +131,7 @@ class CheckpointConfig:
     auto: AutoConfig = field(default_factory=AutoConfig)
 
     keep: int = 3
-    """Number of newest checkpoints to keep; at least 2, so that a damaged newest one has a substitute."""
+    """Number of newest checkpoints to keep; at least 2, so that a damaged newest checkpoint has a substitute."""
 
     max_unsaved_steps: int = 0
     """End the attempt when this many steps are in no committed checkpoint; 0: never, even if saves keep failing."""
@@ -148,7 +148,7 @@ class CheckpointConfig:
     staging: StagingConfig = field(default_factory=StagingConfig)
 
     tiers: tuple[TierConfig, ...] = ()
-    """Places for checkpoints, fastest first; empty: only the run's own folder."""
+    """Locations for checkpoints, fastest first; empty: only the run's own folder."""
 
     retention: RetentionConfig = field(default_factory=RetentionConfig)
 

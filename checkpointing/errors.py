@@ -31,7 +31,7 @@ class CheckpointRefused(CheckpointError):
 
     It counts as `damaged` unless the reader, place or time may be the cause: a model that it does not fit, a node
     that does not have it, a transient file system error. `fits` is False if it belongs to another model. It is
-    `unreadable` if reading raised only errors that may pass.
+    `unreadable` if reading raised only transient errors.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Unsound(SaveFailed):
 
 
 class UnsavableState(Unsound):
-    """A state that no later save can write either; training on would only lose more work."""
+    """A state that no later save can write either; further training would only lose more work."""
 
 
 class TierUnavailable(CheckpointError, ImportError):

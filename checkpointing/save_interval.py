@@ -1,4 +1,4 @@
-"""PURE: the save interval, skipped saves, and the latest time of the final save; all times are seconds.
+"""Save interval, skipped saves, and the latest time of the final save. Pure functions; all times are seconds.
 
 J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974, and J. T. Daly, "A
 higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22(3), 2006.
@@ -36,7 +36,7 @@ class SaveCosts:
 
 @dataclass(frozen=True)
 class Interval:
-    """Steps from one save to the next, and why."""
+    """Steps from one save to the next, and the reason."""
 
     steps: int
     reason: str
@@ -77,7 +77,7 @@ def differs_enough(before: int, after: int) -> bool:
 
 
 def retry_after(interval: int, failures: int) -> int:
-    """Return the steps from a failed or skipped save to the next try.
+    """Return the number of steps from a failed or skipped save to the next try.
 
     It is a tenth of the interval, doubled for each consecutive failure. An `interval` of 0 (no cadence) counts as a
     hundred steps.

@@ -91,7 +91,7 @@ class Checkpointer:
         self.failure: str | None = None
         """Reason why the newest save failed, known on every rank; None if it succeeded. Settled after `wait`."""
         self.lasting: SaveFailed | None = None
-        """Failure that repeats at every save, known on every rank; training on would only lose more work."""
+        """Failure that repeats at every save, known on every rank; further training would only lose more work."""
         self.stall_seconds = 0.0
         """Seconds for which the last `save` call blocked its caller."""
         self.save_seconds: collections.deque[float] = collections.deque(maxlen=64)

@@ -39,7 +39,7 @@ def file_name(node: int) -> str:
 
 
 def assign_places(sizes: Sequence[Mapping[str, int]], leads_node: Sequence[bool]) -> list[Places]:
-    """Return the places of every rank's files, given their sizes; a node's ranks follow its leader."""
+    """Return the positions of every rank's files, given their sizes; a node's ranks follow its leader."""
     found: list[Places] = []
     node, end = -1, 0
     for files, leads in zip(sizes, leads_node, strict=True):
@@ -99,7 +99,7 @@ def checkpoint_name(step: int, attempt: int, nonce: str, take: int = 1) -> str:
 
 
 def parse_name(name: str) -> Name | None:
-    """Return the parts of a name, or None if `checkpoint_name` cannot have made it."""
+    """Return the parts of a name, or None if `checkpoint_name` cannot have returned it."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None

@@ -1,4 +1,4 @@
-"""Read plan of a rank: boxes of saved pieces and the file bytes that hold them. Pure, without torch.
+"""Read plan of a rank: boxes of saved pieces and the file bytes that hold them. Pure functions, without torch.
 
 A box of a row-major array is a few strips: rows of equal length at a constant stride. Its bytes in file order are also
 its bytes in the order of a packed box, so the bytes between two file offsets always form one interval of the packed

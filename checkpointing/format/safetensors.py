@@ -50,7 +50,7 @@ class Header:
 
 
 def lay_out(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> Header:
-    """Return a header for these tensors, values in this order; raises ValueError for a dtype the format lacks."""
+    """Return a header for these tensors, in this order; raises ValueError for a dtype the format lacks."""
     described: dict[str, Any] = {_METADATA: dict(metadata)}
     spans, end = {}, 0
     for name, info in tensors.items():

@@ -31,7 +31,7 @@ _MALFORMED = (
 """Exceptions raised when reading an invalid archive."""
 
 ReadAt = Callable[[int, int], bytes]
-"""Returns the bytes of a file for an offset and a length; fewer at the end of the file."""
+"""Function that returns the bytes of a file for an offset and a length; fewer at the end of the file."""
 
 
 @dataclass(frozen=True, slots=True)

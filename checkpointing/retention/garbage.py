@@ -65,7 +65,7 @@ def remove_pin(storage: Storage, name: str, holder: str) -> None:
 
 
 def unpin(storage: Storage, name: str) -> bool:
-    """Return a checkpoint to retention, whoever pinned it; return False if it was not pinned."""
+    """Remove all pins of a checkpoint; return False if it was not pinned."""
     held = [key for key in _list_pins(storage) if key[0] == name]
     for key in held:
         remove_pin(storage, *key)
@@ -206,7 +206,7 @@ def attempt_ids(texts: Iterable[str]) -> set[AttemptId]:
 
 
 def delete(storage: Storage, name: str, fence: Callable[[], bool]) -> bool:
-    """Delete one checkpoint or its remains; return False once the fence is lost, without touching anything more.
+    """Delete one checkpoint or its remains; return False once the fence is lost, without deleting anything more.
 
     The tombstone is published before any file is deleted and is itself deleted last. After a crash at any point there
     is either a whole checkpoint, or a folder that readers ignore and every collector recognizes as half-deleted.

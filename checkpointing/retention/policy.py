@@ -79,10 +79,10 @@ def decide_retention(
 ) -> list[RetentionDecision]:
     """Decide on every committed checkpoint; `entries` and the result are newest first.
 
-    Those in `refused` (untrusted: SUSPECT, CORRUPT, refused by a restore or a verification) do not count as substitutes
-    and stay as evidence. Those in `held` are being read. `newest` was just committed; after a rollback it may not have
-    the highest step. `restore_tested` is the newest checkpoint with a passed restore test. `metrics` maps names to
-    values; a checkpoint without a finite value is never among the best.
+    Checkpoints in `refused` (untrusted: SUSPECT, CORRUPT, refused by a restore or a verification) do not count as
+    substitutes and stay as evidence. Checkpoints in `held` are being read. `newest` was just committed; after a
+    rollback it may not have the highest step. `restore_tested` is the newest checkpoint with a passed restore test.
+    `metrics` maps names to values; a checkpoint without a finite value is never among the best.
     """
     trusted = [entry for entry in entries if entry.name not in refused]
     recent = {entry.name for entry in trusted[: max(policy.keep, FLOOR)]}

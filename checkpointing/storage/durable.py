@@ -108,7 +108,7 @@ def make_folder(folder: Path) -> None:
 
 
 def fsync_file(path: Path) -> None:
-    """Make the bytes of a file durable, whichever process wrote them, and drop them from the page cache."""
+    """Make the bytes of a file durable, regardless of which process wrote them, and drop them from the page cache."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -127,7 +127,7 @@ def write_durably(path: Path, data: bytes, *, mode: int = 0o600) -> None:
 
 
 def write_atomically(path: Path, data: bytes, *, mode: int = 0o600) -> None:
-    """Replace `path` atomically for readers without fsync; for files that are soon rewritten."""
+    """Replace `path` atomically for readers, but without fsync; for files that are soon rewritten."""
     _replace(path, data, mode, durably=False)
 
 

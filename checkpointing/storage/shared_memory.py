@@ -110,7 +110,7 @@ def reserve(descriptor: int, size: int) -> None:
 
 
 def punch_hole(descriptor: int, size: int) -> None:
-    """Release the pages of the first `size` bytes; they read as zeros from then on, and the size stays."""
+    """Release the pages of the first `size` bytes; they read as zeros from then on, and the size does not change."""
     if _libc.fallocate(descriptor, _PUNCH_HOLE | _KEEP_SIZE, 0, size) != 0:
         _fail("fallocate")
 

@@ -1,7 +1,7 @@
 """Check whether other users could replace a path: opens every folder from `/` down, like OpenSSH's StrictModes.
 
-A folder that others may write lets them rename its entries, whatever the mode of those; a sticky folder (`/tmp`) does
-not. A private folder below a shared one is therefore identified by its owner and held by a descriptor, because its name
+Others who may write a folder can rename its entries, regardless of the entries' modes, unless it is sticky (`/tmp`).
+A private folder below a shared one is therefore identified by its owner and held by a descriptor, because its name
 proves nothing.
 """
 
@@ -38,14 +38,14 @@ class Weakness:
     path: Path
     owner: int
     mode: int
-    writers: str  # users who may write there; empty: only its owner, another user
+    writers: str  # users who may write there; empty if only the owner, who is another user, may
 
     def __str__(self) -> str:
         kept = f"mode {stat.S_IMODE(self.mode):04o}, owner {user_name(self.owner)}"
         return f"{self.path} can be changed by {self.writers or user_name(self.owner)} ({kept})"
 
     def closing(self) -> str:
-        """Return the command that closes it, for its owner to run; empty if another user owns it."""
+        """Return the command that closes the weakness; empty if another user owns the folder."""
         if self.owner != os.geteuid():
             return ""
         who = "o" if self.mode & stat.S_IWOTH else ""
@@ -112,7 +112,7 @@ def open_folder(path: Path) -> Iterator[Opened]:
 
 
 def weakness(path: Path) -> Weakness | None:
-    """Return the first place on the path, including the folder, that others may write, or None. Raises OSError.
+    """Return the first folder or link on the path, including `path`, that others may write, or None; raises OSError.
 
     A folder that only its owner, another user, may write does not count.
     """
@@ -162,7 +162,7 @@ def pin_path(path: Path) -> Path:
 
 @contextmanager
 def pin_path_temporarily(path: Path) -> Iterator[Path]:
-    """Like `pin_path`, but only within the context."""
+    """Yield the same name as `pin_path`, valid only within the context."""
     with open_folder(path) as found:
         found.require_private()
         yield Path(f"/proc/{os.getpid()}/fd/{found.descriptor}") if found.weak else path
@@ -240,7 +240,7 @@ def _is_person(uid: int) -> bool:
 
 
 def _writers(descriptor: int, status: os.stat_result) -> str:
-    """Return which users besides the owner may write a folder; empty if only the owner may."""
+    """Return which users other than the owner may write a folder; empty if only the owner may."""
     if status.st_mode & stat.S_IWOTH:
         return "everybody"
     if not status.st_mode & stat.S_IWGRP:

@@ -82,7 +82,7 @@ class Catalog:
         return [self._entry(name) for name in self.names() if self.is_committed(name)]
 
     def entries_for_owner(self, owner: Owner) -> list[Entry]:
-        """Return what an attempt may load or delete, newest first: its own checkpoints and those that it inherits."""
+        """Return the checkpoints that an attempt may load or delete, newest first: its own and inherited ones."""
         names = [name for name in self.names() if name in owner.inherit or _is_owned(name, owner)]
         return [self._entry(name) for name in names if self.is_committed(name)]
 

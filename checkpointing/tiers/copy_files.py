@@ -50,8 +50,9 @@ def choose_checkpoint(
 ) -> CopyChoice:
     """Choose the checkpoint that tier `target` should now receive from a faster tier.
 
-    `latest` was just committed (None: look for the newest), `last` is what this tier received last. `everything`
-    ignores `every` and chooses the newest one, so that a finished run leaves its last checkpoint in every tier.
+    `latest` was just committed (None: look for the newest), `last` is the one that this tier received last.
+    `everything` ignores `every` and chooses the newest one, so that a finished run leaves its last checkpoint in every
+    tier.
     """
     here = contents[target]
     last = last or (here[0] if here else None)
@@ -153,7 +154,7 @@ _PERMANENT = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM
 
 
 class Throttle:
-    """Token bucket: `take` sleeps until the bytes may be written. For one thread."""
+    """Token bucket: `take` sleeps until the bytes may be written. Not thread-safe."""
 
     def __init__(
         self,
@@ -320,7 +321,7 @@ class _Copy:
             raise
 
     def _delete_target(self) -> None:
-        if self.stopped():  # a later process may have made a new file under the same name
+        if self.stopped():  # a later process may have created a new file under the same name
             return
         with contextlib.suppress(OSError):
             self.target.delete(self.path)
@@ -367,7 +368,7 @@ def _read_full(stream: Any, room: memoryview) -> int:
 
 @contextlib.contextmanager
 def _doing(what: str, path: str) -> Iterator[None]:
-    """Add the failing side of the copy to the error; the error number is kept."""
+    """Add the failed operation and the path to the error, keeping its number."""
     try:
         yield
     except OSError as error:

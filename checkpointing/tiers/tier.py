@@ -1,4 +1,4 @@
-"""Tiers of a run, their check before a submit, and Lustre striping.
+"""Tiers of a run, the check of tiers before a submit, and Lustre striping.
 
 `python -P -m checkpointing.tiers.tier ANSWER` reads `{tiers: [path ...]}` from stdin. It writes one JSON object per
 line to the descriptor ANSWER: `trying` before each tier, `refused` (tier, reason, remedy) for an unusable tier, and
@@ -31,8 +31,8 @@ _FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,254}")
 class ResolvedTier:
     """A tier as seen from this node.
 
-    `path` is the absolute folder or URL that holds the checkpoints, by which events and verdicts name the tier;
-    `catalog.place` is the way by which this process and its writer reach it.
+    `path` is the absolute folder or URL of the checkpoints, as named in events and verdicts; `catalog.place` is the
+    path by which this process and its writer access it.
     """
 
     path: str
@@ -76,7 +76,7 @@ def resolve_tiers(
 def resolve_tier(
     tier: TierConfig, run_checkpoints: Path, run_name: str, node_name: str, known_as: Path | None = None
 ) -> ResolvedTier:
-    """Resolve one tier without making its folder.
+    """Resolve one tier without creating its folder.
 
     Raises ValueError for a name that cannot be a folder, TierUnavailable if the library for a URL is missing.
     """
@@ -154,8 +154,8 @@ _SECONDS = 20.0
 def make_striped_folder(place: ResolvedTier, name: str, mounts: Path = MOUNTS) -> str | None:
     """Create a checkpoint's folder with the tier's stripe count, before any file is written into it.
 
-    Called once, by one rank. Does nothing unless the tier is on Lustre and `lfs` is installed; the folder then comes
-    with its first file. Returns a warning if `lfs` failed; the checkpoint is then striped by the site's default.
+    Called once, by one rank. Does nothing unless the tier is on Lustre and `lfs` is installed; otherwise the folder is
+    created with its first file. Returns a warning if `lfs` failed; the checkpoint then has the site's default striping.
     """
     storage = place.storage
     lfs = shutil.which("lfs") if place.stripes and isinstance(storage, LocalStorage) else None
@@ -220,7 +220,7 @@ def _write_line(answer: TextIO, **found: Any) -> None:
 
 
 def refusal(url: str) -> tuple[str, str] | None:
-    """Return why listing, writing or deleting fails there, and the remedy; None if all three work."""
+    """Return why listing, writing or deleting fails at the URL, and the remedy; None if all three work."""
     probe = f".orch-probe-{token_hex(6)}"
     kind = url.partition("://")[0]
     try:

@@ -1,8 +1,8 @@
 """Verdicts on checkpoints, in small files next to them, and the distance between two tensors.
 
-A bad verdict counts: retention does not accept that copy as a substitute. A good one is informational, because bytes
-may rot afterwards, except that retention keeps the newest copy that passed a restore test. A verdict applies to one
-copy in one place, with the manifest that it had at that time.
+Retention does not count a copy with a bad verdict as a substitute. A good verdict is only informational, because bytes
+may rot afterwards, but retention keeps the newest copy that passed a restore test. A verdict applies to one copy in one
+location, with the manifest that it had at that time.
 """
 
 import contextlib
@@ -121,7 +121,7 @@ def known_bad(storage: Storage, place: str, copies: Storage) -> dict[str, str]:
 
 
 def bad_copies(verdicts: Iterable[CopyVerdict], place: str, copies: Storage) -> dict[str, str]:
-    """Like `known_bad`, but with verdicts that were already read; raises OSError."""
+    """Return the same as `known_bad`, but from verdicts that were already read; raises OSError."""
     bad = [verdict for verdict in verdicts if verdict.place == place and not verdict.ok]
     return {item.name: item.reason for item in bad if item.manifest == read_manifest_digest(copies, item.name)}
 

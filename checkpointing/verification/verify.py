@@ -39,7 +39,7 @@ from checkpointing.storage.digests import digest
 from checkpointing.storage.storage_errors import error_words
 
 Progress = Callable[[int, int], None]
-"""Called with the amount done and the total, in bytes or pieces."""
+"""Function that is called with the amount done and the total, in bytes or pieces."""
 
 LEVELS = {0: "committed, sizes", 1: "sampled chunks", 2: "all chunks"}
 _SAMPLE_ONE_IN = 16
@@ -138,7 +138,7 @@ def verify_checkpoint(
     storage: Storage, name: str, level: int, progress: Progress | None = None, before: "PageCacheState | None" = None,
     choose: Callable[[Sequence[Chunk]], Sequence[Chunk]] | None = None,
 ) -> Report:  # fmt: skip
-    """Like `verify`, on any storage; `progress` is called with (bytes done, total bytes) after every chunk.
+    """Verify as `verify` does, on any storage; `progress` is called with (bytes done, total bytes) after every chunk.
 
     `before` records what was in the page cache, and may keep read pages there for a second reading. `choose` selects
     the chunks to read here if several readers divide them.
@@ -158,7 +158,7 @@ def verify_checkpoint(
 
 
 def read_sealed(storage: Storage, name: str) -> tuple[Manifest | None, list[Fault]]:
-    """Return the manifest (None if invalid or not the one of COMMIT), and the faults of files by name and size."""
+    """Return the manifest (None if invalid or unlike COMMIT), and the faults of files by name and size."""
     try:
         manifest = _read_manifest(storage, name)
         present = storage.list(name)

@@ -1,4 +1,4 @@
-"""The arena: a memfd of a rank with its copies of the state, and a record of the contents of each copy.
+"""The arena: a rank's memfd with copies of its state, and a record of each copy's contents.
 
 Layout: a page with the shape, then alternating *record* areas and buffers, all page-aligned. Rank and writer process
 both map it. A record is valid only if it is whole and belongs to the arena's plan.
@@ -42,7 +42,7 @@ class BufferRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class _ArenaShape:
-    """Shape of an arena; `stamp` differs for every shape that one arena is given."""
+    """Shape of an arena; `stamp` is unique to this shape."""
 
     plan: str = ""
     buffer_bytes: int = 0

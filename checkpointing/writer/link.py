@@ -1,4 +1,4 @@
-"""A rank's connection to its writer process; turns orders into futures."""
+"""A rank's connection to its writer process, which turns orders into futures."""
 
 import contextlib
 import itertools

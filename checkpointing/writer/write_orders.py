@@ -64,7 +64,7 @@ class CancelToken:
         return self._halted
 
     def unless_halted(self, act: Callable[[], None]) -> None:
-        """Call `act` with `halt` locked out; do nothing after a halt."""
+        """Call `act` while `halt` is locked out; do nothing after a halt."""
         with self._lock:
             if not self._halted:
                 act()
@@ -127,7 +127,7 @@ class OrderThreads:
             cancel_token.cancel()
 
     def quiesce(self, patience: float) -> None:
-        """Cancel all, wait up to `patience` seconds for digests, then prevent further records from being published."""
+        """Cancel all orders, wait up to `patience` seconds for digests, then prevent further records."""
         self.cancel()
         give_up = time.monotonic() + patience
         for cancel_token in list(self._running):

@@ -63,7 +63,7 @@ def strays(storage: Storage, manifest: Manifest) -> list[Fault]:
 def structure_faults(
     storage: Storage, manifest: Manifest, choose_files: ChooseFiles | None = None
 ) -> tuple[Index | None, list[Fault]]:
-    """Return the index of an intact checkpoint and the faults of its structure.
+    """Return a checkpoint's index, or None if it is damaged, and the faults of the structure.
 
     `choose_files` selects the files whose records are read here.
     """
@@ -141,7 +141,7 @@ def _cover(info: TensorInfo, pieces: Sequence[Piece]) -> str:
 
 
 def _outside(index: Index, files: Mapping[str, FileEntry]) -> Iterator[Fault]:
-    """Yield records that no file holds or that overlap."""
+    """Yield faults for records that overlap, or that no file holds."""
     for file, pieces in _by_file(index.pieces).items():
         entry = files.get(file)
         if entry is None:
@@ -160,7 +160,7 @@ def _outside(index: Index, files: Mapping[str, FileEntry]) -> Iterator[Fault]:
 def record_faults(
     storage: Storage, manifest: Manifest, index: Index, choose_files: ChooseFiles | None = None
 ) -> list[Fault]:
-    """Return records that contradict the index, because plain `torch.load` reads the record."""
+    """Return faults for records that contradict the index; plain `torch.load` would read the records."""
     faults = []
     by_file = _by_file(index.pieces)
     for file in choose_files(list(by_file), manifest) if choose_files else by_file:
@@ -343,7 +343,7 @@ def value_faults(
 
 
 class _Judge:
-    """Checks values one tensor at a time: fingerprints, NaN and infinities, and the owner's own checks."""
+    """Checker of values, one tensor at a time: fingerprints, NaN and infinities, and the owner's own checks."""
 
     def __init__(
         self, sealed: SealedCheckpoint, expected: TensorExpectations, has_fingerprints: bool, total: int,

@@ -1,4 +1,4 @@
-"""Compares two checkpoints by tensor: equal fingerprints mean equal tensors; the rest are read in row blocks."""
+"""Comparison of two checkpoints by tensor. Tensors with different fingerprints are read in row blocks."""
 
 import math
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ def _diff_metadata(first: SealedCheckpoint, second: SealedCheckpoint, key: str) 
 def _compare_values(
     first: SealedCheckpoint, second: SealedCheckpoint, keys: Sequence[str], progress: Progress | None
 ) -> list[TensorDiff]:
-    """Compare the values of tensors that have the same form on both sides."""
+    """Compare the values of tensors that have the same dtype and shape on both sides."""
     done, total, found = 0, sum(map(first.nbytes, keys)), []
     for key in keys:
         sums, info = _Sums(), first.index.tensors[key]
@@ -100,7 +100,7 @@ class _Sums:
 
 
 def _same(first: Tensor, second: Tensor) -> Tensor:
-    """Return a mask of the values with equal bits in two tensors of equal form."""
+    """Return a mask of the values with equal bits in two tensors of equal dtype and shape."""
     equal = _words(first) == _words(second)
     return equal.view(first.numel(), -1).all(dim=-1).view(first.shape) if equal.numel() > first.numel() else equal
 

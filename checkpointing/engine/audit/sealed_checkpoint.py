@@ -55,7 +55,7 @@ def row_spans(shape: tuple[int, ...], itemsize: int, limit: int = 0) -> Iterator
 
 
 class SealedCheckpoint:
-    """Reads tensors and shards by row and compares every chunk with its digest; raises CheckpointRefused or OSError."""
+    """Reader of tensors and shards that compares every chunk with its digest; raises CheckpointRefused or OSError."""
 
     def __init__(
         self, storage: Storage, manifest: Manifest, index: Index, fingerprints: Mapping[str, str] | None = None

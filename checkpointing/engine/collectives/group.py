@@ -32,7 +32,7 @@ from checkpointing.storage.storage_errors import FULL
 
 
 def start_background_thread(act: Callable[[], None], name: str) -> threading.Thread:
-    """Start a daemon thread whose torch operations do not spread over the cores that training uses."""
+    """Start a daemon thread in which torch uses a single core, and leaves the others to training."""
     mine, settled = torch.get_num_threads(), threading.Event()
 
     def run() -> None:
@@ -115,7 +115,7 @@ class Failed:
 
     @classmethod
     def combine(cls, results: Sequence[object]) -> "Failed | None":
-        """Return one failure for those among all ranks' results, or None if no rank failed."""
+        """Combine the failures among all ranks' results into one; return None if no rank failed."""
         failed = [(rank, result) for rank, result in enumerate(results) if isinstance(result, Failed)]
         if not failed:
             return None
@@ -126,7 +126,7 @@ class Failed:
         return cls("; ".join(reasons), *(any(getattr(result, flag) for _, result in failed) for flag in flags))
 
     def error(self, step: int) -> SaveFailed:
-        """Return the exception that this failure becomes on every rank."""
+        """Return the exception to raise on every rank."""
         if self.fenced:
             return FencedOff(step, self.reason)
         if self.lasting:
@@ -263,7 +263,7 @@ class RankGroup:
     # ---- messages
 
     def _next_message(self, value: Any, to: int) -> bytes:
-        """Begin the next exchange and return this rank's message in it."""
+        """Start the next exchange and return this rank's message in it."""
         self._exchanges += 1
         return self._sign(value, to)
 

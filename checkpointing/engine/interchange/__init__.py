@@ -1,1 +1,1 @@
-"""Checkpoints from and to other formats: safetensors and torch files."""
+"""Import and export of checkpoints in other formats: safetensors and torch files."""

@@ -122,7 +122,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write one new, indented JSON file, durably."""
+    """Write a new, indented JSON file durably."""
     with path.open("xb") as stream:
         stream.write(json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n")
         _settle(stream)

@@ -145,7 +145,7 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def load_torch(path: Path) -> Any:
-    """Return the mapped contents of a torch.save file, running no code in it; raises CheckpointRefused or OSError."""
+    """Map a torch.save file without running code in it; return its contents. Raises CheckpointRefused or OSError."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError) as error:
@@ -231,7 +231,7 @@ def write_checkpoint(
 
 
 def encode_metadata(index: Index) -> bytes:
-    """Return DCP's description of the files of an index."""
+    """Return DCP's `.metadata` for the files of an index."""
     tensors = {
         key: TensorStorageMetadata(TensorProperties(dtype=getattr(torch, info.dtype)), torch.Size(info.shape), [])
         for key, info in index.tensors.items()

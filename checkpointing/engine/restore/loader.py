@@ -145,7 +145,7 @@ def _copy_rows(flat: Tensor, start: int, strip: Strip, low: int, high: int, goal
 def exchange(
     ranks: RankGroup, buffers: ReadBuffers, sends: Sequence[Sequence[Send]], receives: Sequence[Sequence[Tensor]]
 ) -> None:
-    """Send `sends[r]` to rank r and receive `receives[r]` from it, in its order and of equal size; collective."""
+    """Send `sends[r]` to rank r and receive `receives[r]` from it, in the same order and sizes; collective."""
     totals = [sum(piece.nbytes for piece in pieces) for pieces in sends]
     coming = [sum(len(goal) for goal in goals) for goals in receives]
     cap = max(ROUND // ranks.size, _SMALLEST)
@@ -238,7 +238,7 @@ def on_all_ranks(ranks: RankGroup, name: str, act: Callable[[], T]) -> list[T]:
 def load(
     source: LoadSource, ranks: RankGroup, tensors: Mapping[str, Tensor], optional_keys: OptionalKeys, lend: Lend
 ) -> Loaded:
-    """Read and verify everything, then fill `tensors`; collective. Raises CheckpointRefused before any has changed."""
+    """Read and verify everything, then fill `tensors`; collective. Raises CheckpointRefused before any change."""
     rank_load = RankLoad(source, ranks, tensors)
     wanted = on_all_ranks(ranks, source.name, lambda: rank_load.plan(optional_keys))
 
@@ -312,14 +312,14 @@ class RankNeeds:
 @peer_message
 @dataclass(frozen=True, kw_only=True)
 class ReadResult:
-    """Result of a rank's verified read: the slices that need parts from other ranks."""
+    """Result of a rank's verified read; `requests` are the slices that need parts from other ranks."""
 
     bytes_read: int
     requests: "Requests"
 
 
 Requests = list[tuple[str, list[Strip]]]
-"""Files, and rows in them."""
+"""File names, and the rows needed from each file."""
 
 
 class RankLoad:
@@ -410,7 +410,7 @@ class RankLoad:
         return flat.as_strided(need.sizes, strides(self._source.index.pieces[need.piece].sizes), start)
 
     def _fill(self, slice_bytes: SliceBytes, packed: Tensor, receives: Sequence[list[Tensor]]) -> None:
-        """Copy what this rank has itself; the rest comes from the ranks that have it."""
+        """Copy the parts that this rank has read; register the other parts as receives."""
         for part in parts(slice_bytes.rows, slice_bytes.shard):
             readers = self._readers[part.chunk]
             goal = packed[part.low : part.high]
@@ -465,7 +465,7 @@ def _evenly(sizes: Sequence[int], count: int) -> list[slice]:
 
 
 def _first_replica(tensor: DTensor) -> bool:
-    """Return whether this rank, of all ranks that hold the same part of a tensor, counts it."""
+    """Return whether this rank is the first of the ranks that hold the same part of a tensor."""
     coordinate: Sequence[int] = tensor.device_mesh.get_coordinate() or ()
     return all(
         at == 0

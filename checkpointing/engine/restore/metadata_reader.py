@@ -60,8 +60,8 @@ _MALFORMED = (
 class AllowList(pickle.Unpickler):
     """Unpickler limited to DCP's metadata classes and torch dtypes: no bytes items and no other callables.
 
-    A pickle can set attributes of anything it names, so it gets objects made for it: subclasses of those classes, and
-    substitutes for the two functions, which keep a layout or memory format as spelled in the pickle.
+    A pickle can set attributes on everything that it names. It therefore gets private objects: subclasses of these
+    classes, and substitutes for two functions, which return a layout or memory format as spelled in the pickle.
     """
 
     def __init__(self, data: bytes, name: str) -> None:
@@ -114,7 +114,7 @@ class VerifiedFile:
         self._held: dict[int, bytes] = {}
 
     def read(self, offset: int, length: int) -> bytes:
-        """Return exactly these bytes; raises CheckpointRefused if the file has other bytes or fewer."""
+        """Return exactly these bytes; raises CheckpointRefused if they differ or the file is shorter."""
         size = self._entry.chunk_size
         if offset < 0 or length < 0 or offset + length > self._entry.size:
             raise CheckpointRefused(self._name, f"{self._entry.name} has no bytes {offset}..{offset + length}")
@@ -191,7 +191,7 @@ def index_from_metadata(metadata: Metadata) -> Index:
 
 
 def _whole(numbers: Iterable[Any], count: int | None = None) -> tuple[int, ...]:
-    """Return the numbers if they are non-negative integers and `count` of them."""
+    """Return the numbers; raise ValueError unless they are `count` non-negative integers."""
     found = tuple(numbers)
     if any(type(number) is not int or number < 0 for number in found) or count not in (None, len(found)):
         raise ValueError(f"{found} is not a position or size")
@@ -223,7 +223,7 @@ class _Leftover:
 
 
 def foreign_names(storage: Storage) -> list[str]:
-    """Return folders with `.metadata` that orch did not write, by the number at the end of the name, highest first."""
+    """Return folders with `.metadata` that orch did not write, highest number at the end of the name first."""
     found = []
     for name, size in storage.list("").items():
         if size is not None or parse_name(name) is not None:

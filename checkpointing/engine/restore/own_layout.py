@@ -37,7 +37,7 @@ class Facts:
 
 
 class SavedLayout:
-    """A rank's plan for reading."""
+    """A rank's layout of saves, as a plan for reads."""
 
     def __init__(self, plan: PlannedFiles) -> None:
         self.plan = plan
@@ -113,7 +113,7 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _is_covered(tensor: Tensor, items: Sequence[Item]) -> bool:
-    """Return whether the rank's items hold all of its part; an empty part needs an item, to report the tensor."""
+    """Return whether the rank's items hold all of its part; an empty part also needs an item."""
     local = local_box(tensor)
     needs = [intersect(item.piece, 0, local) for item in items if item.share.whole == tuple(tensor.shape)]
     return bool(items) and sum(math.prod(need.sizes) for need in needs if need is not None) == local.volume

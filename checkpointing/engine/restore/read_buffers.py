@@ -27,10 +27,10 @@ READ = 8 << 20
 """Bytes per read call, if chunks are larger."""
 
 Open = Callable[[str], BinaryIO]
-"""Opens one of a checkpoint's files; raises OSError."""
+"""Function that opens one of a checkpoint's files; raises OSError."""
 
 Lend = Callable[[int], Sequence[memoryview]]
-"""Lends page-aligned landing memory for a number of bytes; the rest lands elsewhere."""
+"""Function that lends page-aligned memory for a number of bytes; it may lend less."""
 
 
 def threads() -> int:
@@ -162,7 +162,7 @@ class _File:
         return done
 
     def _is_cached(self, offset: int) -> bool:
-        """Return whether the first page is cached; direct I/O would then be slower and save no cache."""
+        """Return whether the first page is cached; if it is, direct I/O would be slower and save no page cache."""
         if self._probe < 0:
             return False
         try:

@@ -1,4 +1,4 @@
-"""Restores one named checkpoint of any run without changing it, for restore tests.
+"""Read-only restore of one named checkpoint of any run, for restore tests.
 
 The loaded values are compared with the fingerprints taken at save, in every copy of a tensor: a plain tensor by its own
 rank, a DTensor by the ranks of its mesh together.
@@ -68,8 +68,8 @@ def differing_tensors(
 ) -> list[str]:
     """Return a line for each tensor that differs from its saved values, sorted, the same on every rank; collective.
 
-    `tensors` are this rank's tensors loaded from the checkpoint `name`. Raises CheckpointRefused on every rank if one
-    could not compute its fingerprints.
+    `tensors` are this rank's tensors loaded from the checkpoint `name`. Raises CheckpointRefused on every rank if any
+    rank could not compute its fingerprints.
     """
     parts = ranks.gather(result_or_failed(lambda: _rank_fingerprints(ranks.rank, tensors, saved)))
     lines = ranks.from_leader(lambda: _lines(name, parts or (), saved))
@@ -130,9 +130,9 @@ def _at_save(key: str, saved: Mapping[str, str]) -> str:
 
 
 class ReadOnlyCheckpoint:
-    """The checkpoint `name` in the folder or URL `place`, as a replacement for a `Checkpointer` that never saves.
+    """Replacement for a `Checkpointer` that restores the checkpoint `name` in the folder or URL `place`.
 
-    It writes and deletes nothing, starts no process and allocates no memory for saves. All ranks call the same methods
+    It saves and deletes nothing, starts no process and allocates no memory for saves. All ranks call the same methods
     in the same order, and each must see the whole checkpoint in `place`.
     """
 
@@ -143,7 +143,7 @@ class ReadOnlyCheckpoint:
     save_seconds: Sequence[float] = ()
 
     def __init__(self, place: str, name: str, on_event: EmitEvent, world: World) -> None:
-        """Create one process group; collective. Raises ValueError if `name` is invalid, and as `open_storage` does.
+        """Create one process group; collective. Raises ValueError for an invalid `name`, and errors of `open_storage`.
 
         `on_event` is called on rank 0.
         """
@@ -169,8 +169,8 @@ class ReadOnlyCheckpoint:
     def restore(self, tensors: Mapping[str, Tensor] | TensorsFor, optional_keys: OptionalKeys = ONLY_RNG) -> Restored:
         """Fill `tensors` in place from this checkpoint; the arguments are those of `Checkpointer.restore`.
 
-        Raises NothingVerifies on every rank if it cannot be loaded. A missing checkpoint is waited for as long as
-        shared file systems may take to show a name, `restorer.LATE_S`.
+        Raises NothingVerifies on every rank if it cannot be loaded. Waits up to `restorer.LATE_S` seconds for a missing
+        checkpoint, because shared file systems may show names late.
         """
         targets = Targets(tensors)
         restored = self._restorer.run(targets, optional_keys)
@@ -188,7 +188,7 @@ class ReadOnlyCheckpoint:
 
         The list is sorted and the same on every rank. It reads the current values, so call it before training. Tensors
         that no rank has loaded are not compared; without fingerprints (`has_fingerprints`) the list is empty. Raises
-        Refused.
+        CheckpointRefused.
         """
         if not self.has_fingerprints:
             return []

@@ -61,7 +61,7 @@ def agree_on_committed_step(
 ) -> int | None:
     """Return the newest committed step up to the restored step, or None if no step is committed; collective.
 
-    It is older than the restored step if that was loaded from memory and never reached a disk.
+    It is older than the restored step if the latter was loaded from memory and never reached a disk.
     """
     answer = ranks.from_leader(lambda: [_find_committed(places, owner, restored)])
     return restored.step if isinstance(answer, Failed) else answer[0]
@@ -86,7 +86,7 @@ _PROMPT_S = 0.0002
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreOptions:
-    """Selection of checkpoints for a restore; steps in `suspects` are loaded only if nothing else can be.
+    """Selection of checkpoints for a restore; steps in `suspects` are loaded only if nothing else can be loaded.
 
     `optional_names` are inherited names that may be missing, because nodes outside this job may hold them.
     `trust_foreign` allows DCP checkpoints of other tools, whose bytes have no digests. `corrupt` are names from earlier
@@ -105,8 +105,8 @@ class RestoreOptions:
 class Restored:
     """Result of a restore; `absent` are optional keys of this rank that the checkpoint does not have.
 
-    `tier` is `memory` or the path of the tier. `bytes_read` is what all ranks together read from it, `bytes_needed`
-    what they needed, with every byte counted once. Without `verified`, the bytes had no digests.
+    `tier` is `memory` or the path of the tier. `bytes_read` counts the bytes that all ranks read from it,
+    `bytes_needed` the bytes that they needed, each counted once. Without `verified`, the bytes had no digests.
     """
 
     step: int
@@ -145,7 +145,7 @@ class Restorer:
         """Checkpoints that must not be relied on from now on."""
 
     def run(self, tensors: Mapping[str, Tensor] | Targets, optional_keys: OptionalKeys) -> Restored | None:
-        """Load the newest trusted checkpoint, or return None without checkpoints. Raises NothingVerifies."""
+        """Load the newest trusted checkpoint, or return None if there is none. Raises NothingVerifies."""
         with _without_gc():
             return self._try_candidates(tensors if isinstance(tensors, Targets) else Targets(tensors), optional_keys)
 
@@ -259,7 +259,7 @@ class Restorer:
         return kept
 
     def _without_suspects(self, found: Sequence[Candidate]) -> list[Candidate]:
-        """Move suspects to the end, so that they are loaded only if nothing else can be."""
+        """Move suspects to the end, so that they are loaded only if nothing else can be loaded."""
         trusted = [candidate for candidate in found if candidate.step not in self._suspects]
         doubted = [candidate for candidate in found if candidate.step in self._suspects]
         if trusted:
@@ -279,8 +279,8 @@ class Restorer:
     ) -> Restored | None:
         """Load the first loadable copy of one step; return None if all are permanently refused.
 
-        Unreadable copies in shared places are retried for LATE_S, then UnreadableNow is raised: an older checkpoint
-        would repeat the training that these hold.
+        Unreadable copies in shared places are retried for LATE_S, then UnreadableNow is raised, because loading an
+        older checkpoint would repeat the training that they contain.
         """
         deadline = 0.0
         while True:

@@ -22,8 +22,8 @@ from checkpointing.format.read_plan import Box, Shard, Slice, Strip, intersect, 
 class OptionalKeys:
     """Keys that a checkpoint may lack: those below `alone`, and whole folders directly below `together`.
 
-    A folder is a key up to its last slash: an optimizer's state for one parameter. A checkpoint without any key below a
-    prefix of `together` lacks more than a folder, which is an error.
+    A folder is a key up to its last slash, such as an optimizer's state for one parameter. A checkpoint without any key
+    below a prefix of `together` lacks more than a folder, which is an error.
     """
 
     alone: tuple[str, ...] = ("rng/",)
@@ -64,11 +64,11 @@ def _folder(key: str) -> str:
 
 
 TensorsFor = Callable[[dict[str, Any]], Mapping[str, Tensor]]
-"""Returns the tensors to fill from a checkpoint, given its `extra`."""
+"""Function that returns the tensors to fill from a checkpoint, given its `extra`."""
 
 
 class Targets:
-    """Tensors to fill: the same for every checkpoint, or made for each checkpoint that is tried."""
+    """Tensors to fill: the same for every checkpoint, or created for each checkpoint that is tried."""
 
     def __init__(self, tensors: Mapping[str, Tensor] | TensorsFor) -> None:
         self._make: TensorsFor = tensors if callable(tensors) else lambda _: tensors
@@ -170,7 +170,7 @@ def find_slices(
         more = f" and {len(needed) - 1} more" if len(needed) > 1 else ""
         raise CheckpointRefused(source.name, f"has no tensor {needed[0]}{more}", damaged=False, fits=False)
     needs: list[Slice] = []
-    boxes: dict[tuple[object, ...], Box] = {}  # of equal layouts
+    boxes: dict[tuple[object, ...], Box] = {}  # by layout
     for key in sorted(tensors.keys() & known.keys()):
         _check_fit(source, key, tensors[key])
         tensor = tensors[key]

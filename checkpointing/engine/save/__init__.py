@@ -1,1 +1,1 @@
-"""Saves in the background: agreed, queued, written, committed."""
+"""Background saves: agreement, queue, writes, commit."""

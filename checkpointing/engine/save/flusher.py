@@ -1,4 +1,4 @@
-"""Flushing: copies checkpoints committed in a fast tier to the slower ones, in parallel with training and saving."""
+"""Flushing: copies of committed checkpoints from fast tiers to slower ones, in parallel with training and saves."""
 
 import errno
 import logging
@@ -44,10 +44,10 @@ _RETRY_SECONDS = 10.0
 class Flusher:
     """Flusher of one rank, created by all ranks together; does nothing with fewer than two tiers.
 
-    All ranks call `committed`, `drain` and `close` in the same order. Only the newest checkpoint is copied next; those
-    committed during a copy are skipped in its favour. A tier that fails or hangs is reported (`checkpoint.failed`,
-    `checkpoint.stuck`, with the tier) and retried after the next commit, in `drain` after pauses. It blocks neither
-    saves nor training.
+    All ranks call `record_commit`, `drain` and `close` in the same order. The next copy is always of the newest
+    checkpoint; older ones committed during a copy are skipped. A tier that fails or hangs is reported
+    (`checkpoint.failed`, `checkpoint.stuck`, with the tier) and retried after the next commit; `drain` retries it after
+    pauses. It blocks neither saves nor training.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Flusher:
         distrusted: DistrustedCheckpoints | None = None,
         timeouts: TransferTimeouts | None = None,
     ) -> None:
-        """Begin with the checkpoints that an earlier generation or attempt has not copied.
+        """Start with the checkpoints that an earlier generation or attempt has not copied.
 
         Takes ownership of `ranks`, a group for this thread only. `link` returns the current writer; `distrusted`
         checkpoints are neither copied nor counted as substitutes.
@@ -127,7 +127,7 @@ class Flusher:
                 self._changed.wait(min(rest, _POLL_SECONDS))
 
     def close(self, timeout: float = 10.0) -> None:
-        """End without waiting for a copy in progress; the run's next start continues it."""
+        """Stop without waiting for a copy in progress; the run's next start continues it."""
         if self._thread is not None:
             with self._changed:
                 self._state.closing = True

@@ -1,4 +1,4 @@
-"""The save queue: runs one save after another in its own thread, each after an agreement of the ranks."""
+"""The save queue: one save after another, in its own thread, each agreed on by all ranks."""
 
 import collections
 import logging
@@ -145,7 +145,7 @@ class SaveQueue:
             return self._jobs.popleft()
 
     def _work(self, job: SaveJob) -> SavedCheckpoint | SaveFailed:
-        """Retry until the job is saved or given up; return the last failure."""
+        """Retry until the job is saved or given up; return the result or the last failure."""
         tries = 0
         while True:
             try:

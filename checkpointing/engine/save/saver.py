@@ -178,7 +178,7 @@ class CheckpointSaver:
             submitted.writes.append((bucket, self.writer.write(self._order(job, name, bucket))))
             if not submitted.described:
                 submitted.described += self._describe(job, name)
-            # The writer woke up on this core, and its low priority would not get it the core during the inspection.
+            # The writer woke up on this core; with its low priority it would not run here during the inspection.
             time.sleep(_HEAD_START)
             inspection.inspect(bucket.memory, bucket.part.items)
             if not job.staged.kept:

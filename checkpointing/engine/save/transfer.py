@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class BoundedTier:
-    """A rank's accesses to a tier; a hung access is abandoned, and no other begins before it has ended."""
+    """A rank's accesses to a tier; a hung access is abandoned, and no other access starts until it has returned."""
 
     def __init__(self, tier: ResolvedTier, seconds: float) -> None:
         """Create a tier with a limit of `seconds` for each access to names and markers."""
@@ -39,7 +39,7 @@ class BoundedTier:
         return self._abandoned is not None and not self._abandoned.done()
 
     def run(self, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call `act` in its own thread; raises what it raises, or OSError (ETIMEDOUT)."""
+        """Call `act` in its own thread; raises the error of `act`, or OSError (ETIMEDOUT)."""
         return self.run_within(self._seconds, lambda: act(*args, **kwargs))
 
     def run_within(self, seconds: float, act: Callable[[], T]) -> T:
@@ -55,7 +55,7 @@ class BoundedTier:
         raise OSError(errno.ETIMEDOUT, f"{self.tier.path} has not responded for {seconds:.0f} s")
 
     def abandon(self, future: "Future[Any]") -> None:
-        """Stop waiting for an access; no other access begins here before it has ended."""
+        """Stop waiting for an access; no other access starts here until it has returned."""
         self._abandoned = future
 
     def check(self) -> None:

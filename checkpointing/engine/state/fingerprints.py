@@ -136,7 +136,7 @@ def blocks(items: int, rows: int, columns: int) -> Iterable[tuple[slice, slice, 
 
 
 def partial(local: Tensor, offsets: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the contribution of a part at `offsets` in a tensor of this shape."""
+    """Return a part's contribution to the fingerprint; the part is at `offsets` in a tensor of this shape."""
     rows, columns = _digest_alike([local.cpu()], PieceSpec(local.dtype, local.shape, offsets, shape))[0].tolist()
     return rows & _MASK, columns & _MASK
 
@@ -157,7 +157,7 @@ def fingerprint(tensor: Tensor) -> str:
 def digest_replicas(tensors: Sequence[Tensor]) -> Tensor:
     """Return two int32 numbers per tensor, equal for equal values: one row per tensor, on its device.
 
-    Small tensors of equal form are processed together, because one call for each of thousands would take too long.
+    Small tensors of equal form are processed together, because thousands of separate calls would take too long.
     """
     found = torch.zeros(len(tensors), 2, dtype=torch.int32, device=tensors[0].device if tensors else "cpu")
     groups: dict[PieceSpec, list[int]] = {}

@@ -1,7 +1,8 @@
 """Layout of a rank's tensors in its files and in the arena.
 
-With record checksums off (the manifest has better ones), a template can be laid out once and the values written between
-its two halves again and again; the result is a stock torch.save file. Every template is checked when it is made.
+Without record checksums (the manifest has better ones), a template is laid out once, and values can be written between
+its two halves any number of times. The result is an ordinary torch.save file. Every template is checked when it is
+created.
 
 A file begins at a page of the buffer and is padded to whole pages, so that direct I/O can write it. A record begins at
 a multiple of 64 bytes, so that its values are aligned. Equal tensors are adjacent at a constant distance, so that one
@@ -27,7 +28,7 @@ from checkpointing.message_codec import peer_message
 from checkpointing.storage.shared_memory import PAGE, whole_pages
 
 ALIGNMENT = 64
-"""Alignment of values in torch.save, in bytes; a record at a multiple of it keeps them aligned."""
+"""Alignment of values in torch.save, in bytes, which is kept if the record starts at a multiple of it."""
 
 _SMALL = 1 << 16
 _NO_RESERVE = 0x4000  # MAP_NORESERVE, missing from this Python's mmap
@@ -44,7 +45,7 @@ def region(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tens
 
 
 class RecordFormatError(RuntimeError):
-    """This torch writes tensors in a form that cannot be laid out in advance."""
+    """This version of torch writes tensors in a form that cannot be laid out in advance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ def template(dtype: torch.dtype, shape: tuple[int, ...]) -> RecordTemplate:
 
 
 def placeholder_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor whose memory is never touched or reserved: it may be larger than the free memory."""
+    """Return a tensor whose memory is never touched or reserved, so it may be larger than the free memory."""
     if not (nbytes := math.prod(shape) * dtype.itemsize):
         return torch.empty(shape, dtype=dtype, device="cpu")
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
@@ -239,7 +240,7 @@ class FileLayout:
 
 @dataclass(frozen=True)
 class PlannedFiles:
-    """A rank's files or file regions (name, start of its part, size), and the items in them; `index` is on rank 0."""
+    """A rank's files or file regions (name, start of its part, size), and their items; only rank 0 has `index`."""
 
     hash: str
     files: tuple[FileSpan, ...]

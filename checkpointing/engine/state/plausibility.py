@@ -26,7 +26,7 @@ _ROUNDED_SUM = (torch.float16,)
 class InspectionReport:
     """Report of one rank: two 32-bit numbers per item, in item order, and trained weights with NaN (key, count).
 
-    `replicas` has two numbers for each value that other ranks also hold, in the order of `Plan.shared`.
+    `replicas` has two numbers for each value that other ranks also hold, in the order of `AgreedPlan.shared`.
     """
 
     partials: bytes
@@ -83,7 +83,7 @@ def piece_spec(item: Item) -> PieceSpec:
 
 
 def _batches(items: Sequence[Item]) -> Iterator[list[Item]]:
-    """Yield runs of neighbours with equal form and constant distance."""
+    """Yield runs of neighbours with an equal PieceSpec and constant distance."""
     for _, alike in groupby(items, piece_spec):
         batch: list[Item] = []
         for item in alike:

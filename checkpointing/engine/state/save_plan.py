@@ -49,7 +49,7 @@ Lay = Callable[[Sequence[Share], int], FileLayout]
 
 @dataclass(frozen=True)
 class AgreedPlan:
-    """A rank's part of the agreed layout; `hash` is the same on all ranks, and rank 0 holds the files' contents."""
+    """A rank's part of the agreed layout; `hash` is the same on all ranks; rank 0 also has the descriptions."""
 
     hash: str
     layout: FileLayout
@@ -111,7 +111,7 @@ def layout_for_budget(files: int, host_memory: float) -> Lay:
 def agree_on_plan(
     ranks: RankGroup, tensors: Mapping[str, Tensor], lay: Lay, most: int = 0, *, by_node: bool = False
 ) -> AgreedPlan:
-    """Plan together; collective. Raises ValueError on every rank if any rank's state cannot be saved.
+    """Agree on a plan; collective. Raises ValueError on every rank if any rank's state cannot be saved.
 
     `most` bytes of host memory (0: no limit) decide whether there is a second buffer; `by_node`: one file per node.
     """

@@ -23,9 +23,9 @@ _log = logging.getLogger(__name__)
 Fits = Callable[[], bool]
 
 _LATER = 0.25
-"""Upper bounds in seconds for the change of one tensor and for a copy of all tensors, even on a busy machine.
+"""Upper bound in seconds for the change of one tensor, even on a busy machine where its thread may lose the core.
 
-The copying thread may lose its core in the middle. A caller that settles ends this wait.
+A caller that settles ends this wait.
 """
 
 
@@ -33,7 +33,7 @@ _version = operator.attrgetter("_version")
 
 
 class PendingCopy:
-    """A copy in progress. `failure` is settled once `wait` has returned."""
+    """A copy in progress. Check `failure` after `wait`, and again after `certify`."""
 
     def __init__(self, views: Sequence[Tensor], sources: Sequence[Tensor], versions: list[int] | None) -> None:
         self.failure: Failed | None = None
@@ -115,7 +115,7 @@ def _versions(sources: Sequence[Tensor]) -> list[int] | None:
 
 
 class Copier:
-    """Runs copies in the caller's thread, or in its own thread if they are lazy."""
+    """Runner of copies, in the caller's thread, or in its own thread if they are lazy."""
 
     def __init__(self, *, lazy: bool, gpu: torch.device | None) -> None:
         """Create a copier; `gpu` is the device of the tensors, None for host memory."""
@@ -127,7 +127,7 @@ class Copier:
         self._thread = start_background_thread(self._serve, "checkpoint-copy") if lazy else None
 
     def pin(self, memory: Sequence[Tensor]) -> None:
-        """Pin the buffers for the GPU's copy engines, once for all tensors. Without it copies are slow."""
+        """Pin the buffers for the GPU's copy engines, once for all tensors. Without pinning, copies are slow."""
         if self._gpu is None:
             return
         for buffer in memory:
@@ -312,7 +312,7 @@ class Stager:
         self._copier = Copier(lazy=mode == "lazy" and plan.whole, gpu=structure.gpu)
         self._copier.pin(self._memory)
         self.free: queue.SimpleQueue[int] = queue.SimpleQueue()
-        """Free buffers, the one to overwrite next first; a save takes a buffer and returns it when it has ended."""
+        """Free buffers, the one to overwrite next first; a save takes a buffer and returns it when it has finished."""
         for at in _oldest_first(arena):
             self.free.put(at)
         self._sources = [structure.places[item.key] for item in plan.layout.items]

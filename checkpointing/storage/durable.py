@@ -246,6 +246,10 @@ MOST_JSON = 1 << 30
 """Maximum size in bytes of a JSON file; a larger one was not written by this program."""
 
 
+class NestedTooDeeply(ValueError):
+    """JSON whose nesting exhausts the parser's stack: nothing of ours, not even torn."""
+
+
 def read_json(path: Path, most: int = MOST_JSON) -> Any:
     """Parse one JSON file of at most `most` bytes; raises OSError or ValueError, with the path in the message."""
     with open_regular(path) as stream:
@@ -257,6 +261,8 @@ def read_json(path: Path, most: int = MOST_JSON) -> Any:
         return json.loads(data)
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
+    except RecursionError as error:
+        raise NestedTooDeeply(f"{path} is not JSON: it is nested too deeply") from error
 
 
 RESERVED_BYTES = 32 << 10

@@ -397,12 +397,28 @@ def _built(data: dict[str, Any], origins: dict[keys.Path, str]) -> RunConfig:
 
 def _type_complaint(error: Any, values: dict[str, Any]) -> tuple[str, keys.Path, str]:
     """Return the error, its key, and the remedy."""
-    path = tuple(re.sub(r"\[\d+\].*", "", str(error.full_key or "")).split("."))
+    named = re.sub(r"\[\d+\].*", "", str(error.full_key or ""))
+    path = tuple(named.split(".")) if named else _refused_list(values)
     given, name = (_branch(values, path) or {}).get(path[-1]), keys.dotted_key(path)
-    if "nterpolation" in type(error).__name__:
+    if named and "nterpolation" in type(error).__name__:
         hint = "${...} refers to a key, as in ${train.steps}; a shell variable is $NAME, and \\${ is literal"
         return f"`{name}`={given}: {str(error).splitlines()[0]}", path, hint
     kind = keys.key_type(path, "")
-    is_list = typing.get_origin(kind) is tuple
-    hint = f"write a list: '{name}=[A, B]'" if is_list else f"its default is {keys.key_default(path)}"
+    hint = f"its default is {keys.key_default(path)}"
+    if typing.get_origin(kind) is tuple:
+        hint = f"write a list: '{name}=[{keys.example_items(kind)}]'"
     return f"`{name}`={given}: must be {keys.type_words(kind)}", path, hint
+
+
+def _refused_list(values: dict[str, Any]) -> keys.Path:
+    """Return the key of a list that is a reference to something else; OmegaConf's error does not name it."""
+    from omegaconf import OmegaConf  # heavy
+    from omegaconf.errors import OmegaConfBaseException
+
+    whole = OmegaConf.merge(writable_schema(RunConfig), values)
+    for path in keys.every_key():
+        try:
+            OmegaConf.select(whole, keys.dotted_key(path))
+        except OmegaConfBaseException:
+            return path
+    return ()

@@ -110,12 +110,21 @@ def key_default(path: Path) -> Any:
     return value
 
 
+_LISTS = {str: ("texts", "A, B"), float: ("numbers", "1, 2")}
+_MAPPINGS = ("mappings", "{KEY: VALUE}")
+"""Entries of lists in plain words, with an example."""
+
+
+def example_items(kind: Any) -> str:
+    """Return an example of the entries of a list."""
+    return _LISTS.get(item_kind(kind), _MAPPINGS)[1]
+
+
 def type_words(kind: Any) -> str:
     """Describe a type in plain words."""
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     if typing.get_origin(kind) is tuple:
-        inner = item_kind(kind)
-        return "a list of mappings" if is_section(inner) else "a list of texts"
+        return f"a list of {_LISTS.get(item_kind(kind), _MAPPINGS)[0]}"
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         return " or ".join(type_words(inner) for inner in typing.get_args(kind))
     return words.get(kind, "a mapping" if is_section(kind) or is_open(kind) else "a value")

@@ -190,12 +190,15 @@ def _kind_below(kind: Any, path: keys.Path, where: str) -> Any:
     return keys.section(kind)[path[-1]]
 
 
-def _value(node: Node, kind: Any, path: keys.Path, where: str) -> Any:
-    """Return a node as data; text keeps its spelling (`017` keeps its zero). OmegaConf checks all other types."""
+def _value(node: Node, kind: Any, path: keys.Path, where: str, part: str = "") -> Any:
+    """Return a node as data; text keeps its spelling (`017` keeps its zero). OmegaConf checks other types.
+
+    `part` begins the error's message for an entry of a list, whose error OmegaConf would raise without the key.
+    """
     if kind is Any:
         return keys.value(node, path, where)
     if isinstance(node, SequenceNode) and typing.get_origin(kind) is tuple:
-        return [_value(item, keys.item_kind(kind), path, where) for item in node.value]
+        return [_value(item, keys.item_kind(kind), path, where, "an entry of ") for item in node.value]
     if isinstance(node, MappingNode) and keys.is_section(kind):
         found = {}
         for key, value in node.value:
@@ -204,13 +207,25 @@ def _value(node: Node, kind: Any, path: keys.Path, where: str) -> Any:
                 value, _kind_below(kind, below, yaml_text.node_location(key, where)), below, where
             )
         return found
-    is_null, is_section = yaml_text.is_null(node), keys.is_section(kind)
-    if is_null or (kind is str and not isinstance(node, ScalarNode)) or (is_section and not _is_reference(node)):
-        shown, key = "empty" if is_null else yaml_text.plain(node), keys.dotted_key(path)
-        what = f"`{key}` is {shown}, must be {keys.type_words(kind)}"
-        hint = f"leave `{key}` out for its default" + (", or write ''" if kind is str else "")
-        raise ConfigError(what, where=yaml_text.node_location(node, where), hint=hint)
+    is_single = isinstance(node, ScalarNode) and not yaml_text.is_null(node) and not keys.is_section(kind)
+    is_list, is_number_entry = typing.get_origin(kind) is tuple, bool(part) and kind is float
+    is_wrong = is_list or (is_number_entry and isinstance(yaml_text.plain(node), str))
+    if not is_single or (is_wrong and not _is_reference(node)):
+        shown = "empty" if yaml_text.is_null(node) else yaml_text.plain(node)
+        what = f"{part}`{keys.dotted_key(path)}` is {shown}, must be {keys.type_words(kind)}"
+        raise ConfigError(what, where=yaml_text.node_location(node, where), hint=_remedy(node, kind, path))
     return str(node.value) if kind is str else yaml_text.plain(node)
+
+
+def _remedy(node: Node, kind: Any, path: keys.Path) -> str:
+    key = keys.dotted_key(path)
+    if keys.is_section(kind):
+        return f"keys of an entry: {', '.join(keys.section(kind))}"
+    if typing.get_origin(kind) is tuple and not yaml_text.is_null(node):
+        is_text = isinstance(node, ScalarNode) and keys.item_kind(kind) is str
+        items = format_list_items(node.value.split()) if is_text else keys.example_items(kind)
+        return f"write a list: {shlex.quote(f'{key}=[{items}]')}"
+    return f"leave `{key}` out for its default" + (", or write ''" if kind is str else "")
 
 
 def _is_reference(node: Node) -> bool:

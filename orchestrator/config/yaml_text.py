@@ -77,6 +77,10 @@ def parse(text: str, where: str) -> Node | None:
         what = error.problem or error.context or "unreadable"
         is_typed = where.startswith("override")
         hint = "put the text in quotes, or close the bracket" if is_typed else "fix that line, or the one before it"
+        if what.startswith("but "):
+            what, hint = f"{error.context}, {what}", "write each document to a file of its own"
+        elif r"'\t'" in what:
+            what, hint = "found a tab", "indent with spaces, and write spaces between words"
         raise ConfigError(f"not YAML: {what}", where=place(where, mark), hint=hint) from error
     except yaml.YAMLError as error:
         raise ConfigError(f"not YAML: {str(error).splitlines()[0]}", where=where, hint="is it a text file?") from error

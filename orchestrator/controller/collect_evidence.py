@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from checkpointing.storage.durable import NotAFile
+from checkpointing.storage.durable import NestedTooDeeply, NotAFile
 from checkpointing.storage.storage_errors import write_probe
 from orchestrator.controller.scheduler_snapshot import SchedulerSnapshot
 from orchestrator.errors import ConfigError
@@ -57,7 +57,7 @@ def read_files(place: AttemptDir) -> tuple[Heartbeat | None, Evidence]:
 def _read(read: Callable[[Path], T], path: Path, odd: list[str]) -> T | None:
     try:
         return read(path)
-    except (NotAFile, RecursionError) as error:
+    except (NotAFile, NestedTooDeeply) as error:
         odd.append(odd_file(path, error))
     except OSError as error:
         if error.errno == errno.ELOOP:

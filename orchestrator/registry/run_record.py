@@ -60,10 +60,7 @@ class RunRecord:
     @classmethod
     def read(cls, path: Path) -> "RunRecord":
         """Parse a record. Raises OSError if it is missing, ValueError if it is invalid."""
-        try:
-            fields = read_json(path)
-        except RecursionError as error:
-            raise ValueError(f"{path} is damaged: it is nested too deeply") from error
+        fields = read_json(path)
         if not isinstance(fields, dict) or fields.get("schema") != SCHEMA:
             raise ValueError(f"{path} is not a record of a run")
         if found := _impossible(fields):
@@ -173,5 +170,5 @@ def _is_behind(record: RunRecord, path: Path) -> bool:
         if theirs != ours and is_other_registry(known.get("registry", ""), Path(record.registry)):
             return not theirs <= ours
         return int(known["changes"]) > record.changes
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):  # damaged or foreign content
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # damaged or foreign content
         return False

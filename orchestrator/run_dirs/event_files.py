@@ -35,7 +35,7 @@ class KnownProgress:
 def progress(place: AttemptDir) -> KnownProgress | None:
     """Return the newest trained step and its loss, from the last line of metrics or else from the heartbeat."""
     line, heartbeat = last_line(place.metrics), None
-    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         heartbeat = Heartbeat.read(place.heartbeat)
     # A full disk accepts no more lines, but the heartbeat is overwritten in place.
     newer = heartbeat.step or 0 if heartbeat is not None and heartbeat.saves_failing else 0

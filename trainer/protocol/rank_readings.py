@@ -54,10 +54,7 @@ class RankReadings:
     @classmethod
     def read(cls, path: Path) -> "RankReadings":
         """Parse as much as possible of the newest readings. Raises OSError or ValueError if the file is unusable."""
-        try:
-            fields = read_json(path)
-        except RecursionError as error:
-            raise ValueError(f"{path} is nested too deeply") from error
+        fields = read_json(path)
         if not isinstance(fields, dict) or fields.get("schema") != _SCHEMA:
             raise ValueError(f"{path} is not {_SCHEMA}")
         known, rows = known_fields(cls, fields), fields.get("ranks")

@@ -60,7 +60,7 @@ def pending(folder: Path, attempt: int, answered: set[str]) -> list[Request]:
             with only_own_files():
                 fields = read_json(folder / name, MOST_BYTES)
             request = Request(**{**fields, "kind": RequestKind(fields["kind"]), "name": name})
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        except (OSError, ValueError, TypeError, KeyError):
             continue
         if _is_sound(request) and request.attempt == attempt:
             found.append(request)

@@ -90,7 +90,7 @@ def _edited_config(place: RunDir) -> tuple[Any, str] | None:
         return None
     try:
         content = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None, submitted
     return None if hash_config(content) == submitted else (content, submitted)
 

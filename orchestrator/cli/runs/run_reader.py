@@ -31,7 +31,7 @@ def newest_heartbeat(attempt: AttemptDir) -> Heartbeat | None:
     """Return the coordinator's newest heartbeat; None if none can be read."""
     try:
         return Heartbeat.read(attempt.heartbeat)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
@@ -48,7 +48,7 @@ def parse_steps(lines: Iterable[bytes]) -> Iterator[StepLine]:
     for line in lines:
         try:
             fields = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(fields, dict) and "step" in fields:
             yield fields

@@ -182,9 +182,10 @@ def test_json_is_bounded_and_names_its_file(tmp_path: Path) -> None:
     assert durable.read_json(path) == durable.read_json(path, most=5) == [1, 2]
     with pytest.raises(NotAFile, match="is larger than 4 bytes"):
         durable.read_json(path, most=4)
-    path.write_bytes(b"[1,")
-    with pytest.raises(ValueError, match=rf"^{path} is not JSON: "):
-        durable.read_json(path)
+    for text in ("[1,", "[" * 100_000):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=rf"^{path} is not JSON: "):
+            durable.read_json(path)
 
 
 @pytest.fixture

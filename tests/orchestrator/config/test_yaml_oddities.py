@@ -10,9 +10,9 @@ from orchestrator.errors import ConfigError
 ODD = [
     (f"train: {{steps: {'9' * 5000}}}\n", "a number has 5000 digits", ":1", "put it in quotes"),
     (f"train: {{steps: 0x{'F' * 5000}}}\n", "a number has 5002 digits", ":1", "put it in quotes"),
-    ("train:\n\tsteps: 1\n", "cannot start any token", ":2", "fix that line"),
+    ("train:\n\tsteps: 1\n", "not YAML: found a tab", ":2", "indent with spaces"),
     ("train:\n  <<: {steps: 1}\n", "merge keys (`<<`) are not supported", ":2", "write out the keys"),
-    ("a: 1\n---\nb: 2\n", "but found another document", ":2", "fix that line"),
+    ("a: 1\n---\nb: 2\n", "expected a single document in the stream, but found", ":2", "to a file of its own"),
     ('includes: [tiny-gpt]\nenv: {A: "\\udc80"}\n', "env.A=\udc80: is not UTF-8 text", ":2", "UTF-8 terminal"),
 ]
 

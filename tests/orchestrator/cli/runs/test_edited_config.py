@@ -68,8 +68,9 @@ def test_finished_run_is_branched(orch: Type, made: Callable[..., Submitted]) ->
 
 def test_damaged_or_missing_file(orch: Type, made: Callable[..., Submitted]) -> None:
     run = made()
-    run.path.write_text("{,}")
-    assert warning(orch("status", run.name, "--json")).endswith(f"type `orch resume {run.name} KEY=VALUE`")
+    for text in ("{,}", "[" * 100_000):
+        run.path.write_text(text)
+        assert warning(orch("status", run.name, "--json")).endswith(f"type `orch resume {run.name} KEY=VALUE`")
     run.path.unlink()
     assert warning(orch("status", run.name, "--json")) == ""
 

@@ -76,7 +76,7 @@ def resolve(kind: str) -> str:
 
 
 def usable(kind: str) -> Mapping[str, Scheduler]:
-    """Return the scheduler of this kind; empty if its commands are missing, in which case its runs wait."""
+    """Map this kind to its scheduler. The result is empty, and its runs wait, if the commands are missing."""
     return {kind: FACTORIES[kind].make()} if kind in kinds() else {}
 
 

@@ -127,9 +127,9 @@ class Scheduler(Protocol):
     kind: str
 
     def submit(self, spec: JobSpec) -> str | None:
-        """Submit the job held; return its id if the scheduler reported one.
+        """Submit the job held, and return its id if the scheduler reported an id.
 
-        Raises SubmitRejected if it was refused, SubmitAmbiguous if only `find` can determine the outcome.
+        Raises SubmitRejected if it was refused, and SubmitAmbiguous if only `find` can determine the outcome.
         """
 
     def find(self, name_prefix: str, known: Collection[str] = ()) -> list[JobStatus]:

@@ -31,7 +31,7 @@ _PREFIXES = ("LC_", "LMOD_", "__LMOD_", "ORCH_", "BASH_FUNC_module", "BASH_FUNC_
 
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED|AUTH|JWT", re.IGNORECASE)
 """Names that suggest a secret; such variables are never recorded."""
-_UTF8 = {"PYTHONUTF8": "1"}  # File names have the same bytes everywhere, whatever the locales of submitter and node
+_UTF8 = {"PYTHONUTF8": "1"}  # file names have the same bytes everywhere, in every locale
 _OF_THE_CONTROLLER = frozenset({"SLURM_CONF", "SLURM_CLUSTERS"})
 """Variables that select a Slurm. Jobs must go to the Slurm that the controller queries."""
 

@@ -75,7 +75,7 @@ class Instance(Protocol):
 
 
 class SlurmInstance:
-    """The Slurm that this process, or one with variables `environ`, reaches; `silence` has the reason if unknown."""
+    """The Slurm that a process with variables `environ` reaches. `silence` has the reason if it is unknown."""
 
     def __init__(
         self, asking: CommandRunner | None = None, mono: Callable[[], float] = time.monotonic,

@@ -69,7 +69,7 @@ class Prepared:
     setup: tuple[str, ...]
     srun: tuple[str, ...]
     python: str
-    own_interpreter: bool  # the interpreter that runs orch, which finds its packages in the same place
+    own_interpreter: bool  # the interpreter that runs orch, which finds its packages without help
 
 
 def prepare(spec: JobSpec) -> Prepared:

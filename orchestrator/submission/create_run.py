@@ -138,7 +138,7 @@ def check_tier_folders(config: RunConfig, folder: RunDir, known: Collection[str]
 
 
 def refuse_one_folder(places: Sequence[ResolvedTier]) -> None:
-    """Raise ConfigError for two tiers on one folder, by a link or mount: the smaller `keep` would win."""
+    """Raise ConfigError if a link or mount puts two tiers in one folder, where the smaller `keep` would win."""
     if found := one_folder(places):
         raise ConfigError(
             f"two tiers have the same folder: {found[0]} and {found[1]}",
@@ -326,7 +326,7 @@ def _kind(wanted: str) -> str:
 def writable_root(text: str, *, shared: bool) -> Path:
     """Return the folder of all runs, created if missing. Raises Precondition if it is not writable.
 
-    `shared`: accept a folder that other users can write to.
+    If `shared`, accept a folder that other users can write to.
     """
     root = Path(text).expanduser().absolute()
     try:

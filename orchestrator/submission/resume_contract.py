@@ -231,7 +231,7 @@ def refuse(changes: Collection[Change]) -> None:
 def require(changes: Collection[Change], accepted: Collection[str], command: str = "") -> None:
     """Raise Precondition for a refused change, or a difference that the user has not accepted.
 
-    `command`: the typed command, for the hint.
+    `command` is the typed command, for the hint.
     """
     refuse(changes)
     asked = [change for change in changes if change.term.rule is Rule.ACCEPT and change.key not in accepted]

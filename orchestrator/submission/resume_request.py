@@ -97,7 +97,7 @@ def resume_request(
     webhooks: dict[str, str] = {}
     starts_over = keeps_nothing(store, run, data)
     if overrides:
-        # Keys that a newer orch added are not changes made by the user.
+        # Keys added by a newer orch are not changes by the user.
         before, now = recompose(data, [], checked=False), _apply_overrides(data, overrides, starts_over)
         if not now.config.workload.snapshot:
             _check_code(run, now.config, starts_over)
@@ -141,7 +141,7 @@ def resume_request(
 def _renew_secrets(
     run: Run, config: RunConfig, webhooks: dict[str, str], note: Callable[[str], None]
 ) -> dict[str, Any]:  # fmt: skip
-    """Store this shell's secrets; return the names of those whose values changed, for the request."""
+    """Store this shell's secrets, and return the names of the changed ones for the request."""
     folder = RunDir(Path(run.run_dir))
     secrets, replaced = renew(folder, config, os.environ, webhooks)
     if secrets is not None:
@@ -250,7 +250,7 @@ def current_identity(run: Run, config: RunConfig) -> dict[str, Any]:
             now["job"] = {**run.identity["job"], "package_root": package_root()}
     else:
         now["code"]["orch"] = run.identity.get("code", {}).get("orch")
-    if config.workload.snapshot:  # the job trains from the copy made at submission
+    if config.workload.snapshot:  # the job trains from the copy created at submission
         now["code"] |= {key: trained.get("code", {}).get(key) for key in ("user", "files")}
         if before is not None:
             now["code"]["files"] = read_packages_again(before).to_json()

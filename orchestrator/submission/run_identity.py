@@ -57,8 +57,8 @@ def client(kind: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]
 def code(config: RunConfig, folder: Path | None = None, imported: CodeRecord | None = None) -> dict[str, Any]:
     """Return orch's version and digest, the user's files, and the git commit of each user folder or script.
 
-    `folder`: base of relative script paths, by default this process's folder. `imported`: record of the imported
-    modules; without it, the imports in the workload's source are followed.
+    `folder` is the base of relative script paths, by default this process's folder. `imported` is the record of the
+    imported modules; without it, the imports in the workload's source are followed.
     """
     base = folder or Path()
     places = [Path(place).expanduser() for place in config.workload.path]

@@ -245,7 +245,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 def check(config: RunConfig, cwd: Path | None = None) -> None:
     """Raise ConfigError for code that a job cannot import or start, or that another module would shadow.
 
-    `cwd`: the folder from which the run was submitted; by default this process's.
+    `cwd` is the folder from which the run was submitted, by default this process's.
     """
     folders = [Path(folder).expanduser() for folder in config.workload.path]
     for folder in folders:

@@ -1,1 +1,1 @@
-"""Node agent: one process per node that starts, watches, stops and restarts the node's ranks. Never imports torch."""
+"""Node agent: one process per node that starts, watches, stops and restarts ranks. It never imports torch."""

@@ -56,7 +56,7 @@ BEAT_SECONDS = 0.5
 
 
 class WatchdogClient:
-    """Watchdog process and its heartbeat. Must be created in the event loop; the watchdog ends with this process."""
+    """Watchdog process and its heartbeat. It must be created in the event loop, and exits with this process."""
 
     def __init__(self, *, seconds: float, report: Path, node: int, name: str) -> None:
         theirs, self._ours = os.pipe()
@@ -112,7 +112,7 @@ def main(arguments: list[str]) -> int:
 
 def _write_log_there(folder: Path) -> None:
     """Redirect output to log files under Slurm.
-    Slurm itself must open none by name (see `orchestrator/scheduler/slurm/sbatch.py`). Local jobs have files already.
+    Slurm must not open them by name (see `orchestrator/scheduler/slurm/sbatch.py`). Local jobs already have them.
     """
     if "SLURM_JOB_ID" not in os.environ or os.environ.get("SUBMITIT_EXECUTOR") != "slurm":
         return
@@ -138,7 +138,7 @@ _STDERR_SECONDS = 1.0
 
 class NonBlockingEventLog(EventLog):
     """Event log that reports failures on stderr without ending anything, and tolerates a hung file system.
-    Time and number are those of the call, not of the moment the line is written.
+    An event's time and number come from the call, not from the moment the line is written.
     """
 
     def __init__(self, path: Path, source: str, attempt: int) -> None:

@@ -186,7 +186,7 @@ class NodeAgent:
         )
 
     def _take_node_rank(self, node_rank: int) -> None:
-        """Take this node rank and start its writers before step 1; a user's own script saves in its own way."""
+        """Take this node rank and start its writers before step 1. A user's own script needs no writers."""
         if self._node_rank == node_rank:
             return
         self._node_rank = node_rank
@@ -235,7 +235,7 @@ class NodeAgent:
         ranks = self._ranks
         if ranks is not None:
             if not ranks.all_gone():
-                # Report ranks that ended before the fork server first.
+                # First report ranks that exited before the fork server.
                 await _finish(self._last_exit_report)
                 self._peer.send(agents.ForkServerDied(generation=ranks.generation, reason=reason))
             await local_ranks.kill_orphaned_ranks(ranks, self._on_ended, self._gone, self._pids_of_helpers())

@@ -40,7 +40,7 @@ class _Executor(LocalExecutor):  # type: ignore[misc]  # submitit is not type-ch
 
 
 class JobRunner:
-    """Life cycle of one local job: held, running, ended. GPUs are assigned by node."""
+    """Life cycle of one local job: held, running, finished. GPUs are assigned by node."""
 
     def __init__(self, intent: Intent, host: JobProcess) -> None:
         self._intent, self._host = intent, host
@@ -93,7 +93,7 @@ class JobRunner:
             task.send_signal(number)
 
     def _await_release(self) -> bool:
-        """Wait for the release; return False if the job was cancelled, or its folder deleted, first."""
+        """Wait for the release. Return False if the job is cancelled or its folder deleted first."""
         while not (self._intent.folder / records.RELEASED).exists():
             if self._cancelled_at is not None or not self._intent.folder.is_dir():
                 return False
@@ -177,7 +177,7 @@ def _live(job: JobRunner, intent: Intent) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Start the job in a new session; return 0 once it is recorded, or an error code.
+    """Start the job in a new session. Return 0 once it is recorded, or an error code.
 
     ExitCode.STORAGE: the disk was full and nothing was started; the reason is on stderr.
     """

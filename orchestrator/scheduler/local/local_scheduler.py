@@ -225,7 +225,7 @@ def signal_job_process(host: JobProcess, number: int) -> None:
 
 
 def end_marked(name: str, grace: float) -> None:
-    """Send SIGTERM to every process of the job, and SIGKILL to the remaining ones after `grace` seconds."""
+    """Send SIGTERM to every process of the job, and SIGKILL to the remaining processes after `grace` seconds."""
     deadline = time.monotonic() + grace
     _send(marked_processes(name), signal.SIGTERM)
     while (left := marked_processes(name)) and time.monotonic() < deadline:
@@ -334,7 +334,7 @@ class LocalScheduler:
         deadline = time.monotonic() + _START_TIMEOUT_S
         while (host := read_job_process(intent.folder)) is None:
             if not marked_processes(intent.name):
-                host = read_job_process(intent.folder)  # it may have started and ended since
+                host = read_job_process(intent.folder)  # it may have started and finished since
                 return None if host is None else _known(intent, host)
             if time.monotonic() > deadline:
                 raise SlurmUnreachable(f"local job {intent.name} neither started nor ended", where=intent.submission)
@@ -409,7 +409,7 @@ def _start(intent: Intent, path: Path, seen: dict[str, str]) -> None:
             f"the local job did not start within {_START_TIMEOUT_S:.0f} s", where=intent.submission
         ) from error
     if done.returncode == ExitCode.STORAGE:
-        # The OSError cause marks this as temporary, unlike errors for the user to fix: it is retried until there is
+        # The OSError cause marks this as temporary, unlike errors that the user must fix. It is retried until there is
         # space.
         raise _no_room(done.stderr.strip(), intent) from OSError(errno.ENOSPC, done.stderr.strip())
     if done.returncode != 0:
@@ -442,7 +442,7 @@ def _known(intent: Intent, host: JobProcess) -> JobStatus | None:
         if end is None and not alive and (end := read_end(intent.folder)) is None:
             return None
     elif end is None and not alive:
-        end = read_end(intent.folder) or _without_end(intent, host)  # it may have ended since
+        end = read_end(intent.folder) or _without_end(intent, host)  # it may have finished since
     held = end is None and alive is True and not (intent.folder / RELEASED).exists()
     state = end.state if end else "PENDING" if held else "RUNNING"
     codes = [code for code in end.exit_codes if code is not None] if end else []
@@ -471,7 +471,7 @@ def _without_end(intent: Intent, host: JobProcess) -> JobEnd | None:
 
 
 def _seems_alive(intent: Intent, host: JobProcess) -> bool:
-    """Return whether a job with an unobservable process seems alive (in a container, or on a host of the same name).
+    """Return whether a job with an unobservable process seems alive (in a container, or on a host with the same name).
 
     Without a sign of life its state is *unknown*, not ended: the controller watches the heartbeat before it decides.
     """

@@ -85,7 +85,7 @@ Row = dict[str, str]
 
 
 def _read(text: str, names: tuple[str, ...], status: Callable[[Row], JobStatus | None], mine: Mine) -> Listing:
-    """Parse each row separately: an unreadable row is UNREADABLE if it is ours, and otherwise ignored."""
+    """Parse each row separately: an unreadable row is UNREADABLE if it is orch's, and otherwise ignored."""
     text = _CLUSTER.sub("", text)
     found: list[JobStatus] = []
     readable, whole = 0, not text or text.endswith("\n")
@@ -352,7 +352,7 @@ def run_command(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to completion. Raises SlurmUnreachable if it is missing, times out or gets no answer.
 
-    `environ`: environment to use instead of this process's.
+    `environ` replaces this process's environment.
     """
     environ = os.environ if environ is None else environ
     if shutil.which(command[0], path=environ.get("PATH", os.defpath)) is None:

@@ -24,7 +24,7 @@ _GPUS = re.compile(r"(?:^|,)(?:gres/)?gpu(?::[A-Za-z_][\w.-]*)?:(\d+)", re.ASCII
 
 @dataclass(frozen=True, kw_only=True)
 class NodeCapacity:
-    """Capacity of one node of a partition; memory in MiB."""
+    """Capacity of one node in a partition; memory is in MiB."""
 
     name: str
     partition: str
@@ -110,7 +110,7 @@ def asked_words(asked: Resources) -> str:
 def shortfall(asked: Resources, nodes: Sequence[NodeCapacity]) -> Shortfall | None:
     """Return why none of the job's partitions (the default one if none is named) can ever run it, or None if one can.
 
-    Also None if no nodes are known; whether a partition exists is checked elsewhere.
+    The result is also None if no nodes are known. Whether a partition exists is checked elsewhere.
     """
     found = [_of_partition(asked, name, members) for name, members in _candidates(asked, nodes).items()]
     return None if not found or None in found else found[0]

@@ -81,7 +81,7 @@ def _bounded_sbatch(seconds: float) -> list[str]:
 def executor(spec: JobSpec, folder: Path | None = None) -> HeldExecutor:
     """Return submitit's executor for this job. Raises ConfigError for a value not allowed in a script.
 
-    `folder`: name under which submitit reaches the job's folder if another user could rename it.
+    `folder` is a name under which submitit reaches the job's folder even if another user renames it.
     """
     resources = spec.resources
     _check_path("cluster.root", spec.submission)
@@ -161,7 +161,7 @@ def text(spec: JobSpec) -> str:
 def refusal(spec: JobSpec) -> SubmitRejected | None:
     """Return Slurm's refusal of this job without submitting it, or None.
 
-    Also None if Slurm did not answer in time, or if a wrapper of sbatch does not support the query.
+    The result is also None if Slurm does not answer in time, or if an sbatch wrapper does not support the query.
 
     WARNING: a job refused here because nodes are down may still be accepted: see `node_capacity.shortfall`. Raises
     ConfigError as `text` does.

@@ -257,7 +257,7 @@ _MOST_MINUTES = 1440  # above this, a time without a unit was probably meant in 
 
 
 def _check_unit(key: str, name: str, value: object) -> None:
-    """Refuse a bare number if Slurm's unit probably differs from the intended one."""
+    """Refuse a bare number if Slurm's unit probably differs from the intended unit."""
     text = str(value)
     number = int(text) if re.fullmatch(r"\d+", text, re.ASCII) else 0
     if name in (*_SIZES, "tmp") and 0 < number < _FEWEST_MEGABYTES:

@@ -38,7 +38,7 @@ class GenerationState:
     first_failure: float | None = None
     broken: Failure | None = None  # failure other than a rank's exit
     dead_ranks_analysed: bool = False  # the flight records of its dead ranks were read
-    restored: int = 0  # step of the checkpoint it started from; 0: none
+    restored: int = 0  # step of the checkpoint it started from; 0 if none
     stop_announced: float = 0.0  # announced stop time, on the coordinator's clock
     drill: str = ""  # kind of the newest requested drill that ends this generation
 
@@ -90,7 +90,7 @@ class Timeouts:
 
 
 class RunningAttempt:
-    """Owner of an attempt's state: agents, current generation, history, stop request. Only methods change it."""
+    """Owner of an attempt's state: agents, current generation, history, stop request. Only its methods change it."""
 
     def __init__(
         self, *, run: RunDir, attempt: AttemptDir, config: JobConfig, identity: NodeIdentity, events: EventLog,
@@ -100,7 +100,7 @@ class RunningAttempt:
         self.run_dir, self.attempt_dir, self.config, self.identity = run, attempt, config, identity
         self.events, self.token, self.timeouts = events, token, timeouts or Timeouts()
         self.started_at = psutil.Process().create_time()
-        """Start time of this job's first process; the interpreter takes about a second to get here."""
+        """Start time of this job's first process; the interpreter needs about a second to start."""
         self.stage = AttemptStage.JOINING
         self.inbox: asyncio.Queue[tuple[int, InboxMessage]] = asyncio.Queue()
         self.roster = Roster(

@@ -107,7 +107,7 @@ class Outbox:
     """Time-limited file access for the coordinator. Runs in threads that do not delay the exit."""
 
     def __init__(self, attempt: AttemptDir, *, heartbeat: float, outcome: float) -> None:
-        """`heartbeat` and `outcome` are the time limits of those writes, in seconds."""
+        """`heartbeat` and `outcome` are the time limits in seconds for writing them."""
         self._attempt, self._heartbeat_seconds, self._outcome_seconds = attempt, heartbeat, outcome
         self._publishing: asyncio.Future[None] | None = None
 

@@ -97,7 +97,7 @@ class Stopping:
 
     def correct(self, end: float, lasts: float | None = None) -> float:
         """Set the job's end from the scheduler, converted with this node's time of day, and return the end used.
-        `lasts`: seconds from the job's start to its end, both on the scheduler's clock. A node's time of day may be off
+        `lasts` is the job's duration in seconds on the scheduler's clock. A node's time of day may be off
         by hours, so it is trusted only within the possible delay of the coordinator's start.
         """
         if lasts is not None:
@@ -176,7 +176,7 @@ class Stopping:
         self.stop = replace(stop, until=max(stop.until, until))
 
     def _ask(self, reason: StopReason, signal_name: str, why: str, now: float) -> Stop:
-        """Request a stop; the first reason is kept, and a later one can only shorten the time."""
+        """Request a stop. The first reason is kept, and a later request can only shorten the time."""
         first = self.stop
         until = bound(signal_name, first.reason if first else reason, now=now, end=self.end, bounds=self._bounds)
         if first is None:

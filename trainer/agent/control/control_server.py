@@ -76,7 +76,7 @@ class RequestFound:
 InboxMessage = FromAgent | AgentJoined | AgentLost | AgentRefused | Tick | AttemptFenced | RequestFound
 
 AGENT_TIMEOUT_SECONDS = 60.0
-"""Silence after which an agent (or coordinator) is lost; a live one sends every few seconds."""
+"""Seconds of silence after which an agent or coordinator is lost. Live peers send every few seconds."""
 STALLED_TIMEOUT_SECONDS = 10.0
 """The same limit while no rank moves, for example when a node has lost its network and its peers are waiting."""
 POLL_SECONDS = 2.0

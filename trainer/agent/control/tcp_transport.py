@@ -119,7 +119,7 @@ def challenge_line(nonce: str) -> bytes:
 
 
 def hello_seal(token: str, challenge: str) -> Seal:
-    """Return the seal for an agent's first line; it is valid only for this challenge."""
+    """Return the seal for an agent's first line, valid only for this challenge."""
     return Seal(_key(token, "hello", challenge))
 
 
@@ -165,7 +165,7 @@ class ForeignProtocol(WireError):
 
 class Peer(asyncio.Protocol, Generic[Sent, Received]):
     """Connection to a peer.
-    Sending never blocks; a peer that does not read is dropped, and a flooding one is throttled.
+    Sending never blocks; a peer that does not read is dropped, and a flooding peer is throttled.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class Peer(asyncio.Protocol, Generic[Sent, Received]):
     # -- called by the owner ----------------------------------------------------------------------------------------
 
     def secure(self, own: Seal, peers: Seal | None) -> None:
-        """Seal outgoing lines with `own` and verify incoming ones with `peers` from now on."""
+        """Start to seal outgoing lines with `own` and to verify incoming lines with `peers`."""
         self._own_seal, self._peer_seal = own, peers
 
     def send(self, message: Sent) -> None:

@@ -158,7 +158,7 @@ class Startup:
 HANG_UP_SECONDS = 5.0
 
 _LOOK_SECONDS, _SOON_SECONDS = 0.25, 0.05
-"""Check intervals of a running generation between messages; the shorter one applies after a failure or a stop."""
+"""Seconds between checks of a running generation; the shorter interval applies after a failure or a stop."""
 
 
 class Coordinator:

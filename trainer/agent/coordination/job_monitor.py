@@ -83,7 +83,7 @@ def build_failure(judgement: HangJudgement, evidence: str) -> Failure:
 
 
 def event_fields(incident: Incident, evidence: str, *, withdrawn: bool) -> dict[str, Any]:
-    """Return the event's fields; `withdrawn`: the ranks continued while evidence was collected."""
+    """Return the event's fields. `withdrawn` means that the ranks continued while evidence was collected."""
     judgement = incident.judgement
     return {
         "name": incident.name,
@@ -196,7 +196,7 @@ class JobMonitor:
             return slow_node or await self._find_hang()
         if now.dead_ranks_analysed or now.broken is not None:
             return None
-        # Once all ranks have ended, the next decision need not wait.
+        # Once all ranks have exited, the next decision need not wait.
         if len(now.ends) < self._config.cluster.world_size and time.monotonic() - now.first_failure < _SETTLED:
             return None
         now.dead_ranks_analysed = True

@@ -36,7 +36,7 @@ from trainer.protocol.requests import Request
 
 
 class NodeFailures:
-    """Recorder of node failures; the generation fails only if it needs the node."""
+    """Recorder of node failures. A generation fails only if it needs the failed node."""
 
     def __init__(self, state: RunningAttempt) -> None:
         self._state, self._roster = state, state.roster

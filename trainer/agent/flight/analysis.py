@@ -260,7 +260,7 @@ def analyse(
     never_sent: Iterable[int] = (),
 ) -> Finding:  # fmt: skip
     """Compare flight records, paired by group and sequence number; `unanswered` ranks were queried but did not answer.
-    `never_sent`: ranks known to have omitted a message that another rank waits for.
+    `never_sent` ranks are known to have omitted a message that another rank waits for.
     """
     records = Records(flights, expected_ranks, unanswered)
     # A mismatched collective never completes, so nothing else needs an explanation.
@@ -271,7 +271,7 @@ def analyse(
     if not waits.places:
         return _nothing(records)
     found = gpu_roots(records, waits) | host_roots(records, waits)
-    # Nothing progresses without an omitted message, whatever its sender waits for now.
+    # Nothing progresses without an omitted message, even if its sender now waits for something else.
     found |= {waits.hosts[rank]: "never_came" for rank in never_sent if rank in waits.hosts}
     explained = waits.reaching(found)
     # Ranks that wait for each other in two groups called these in different orders, unless another rank delays them.
@@ -288,7 +288,7 @@ def analyse(
 
 
 def _merge_culprits(waits: WaitGraph, found: WaitRoots, longest: str) -> Finding:
-    """Return the finding on all culprits, merged by kind and collective; the most awaited is named first."""
+    """Return the finding on all culprits, merged by kind and collective; the most awaited rank comes first."""
     by_cause: dict[tuple[RootKind, Node], list[int]] = {}
     waiting = waits.before()
     for root, kind in found.items():
@@ -355,7 +355,7 @@ def _reason(waits: WaitGraph, kind: RootKind, node: Node, ranks: Sequence[int]) 
 
 
 def _together(stalled: Sequence[Stall], stuck: Sequence[object]) -> Finding:
-    """Return a finding without a culprit: all ranks joined and none makes progress, or they wait in a ring."""
+    """Return a finding without a culprit: all ranks joined without making progress, or they wait in a ring."""
     places = [place for place in stuck if isinstance(place, Stall)] or [s for s in stalled if not s.missing]
     if not places and not stalled:
         return _lost_message([place for place in stuck if isinstance(place, MessageChannel)])

@@ -185,7 +185,7 @@ _FEWEST = 4
 _DIMENSIONS = 64
 """Maximum dimensions of a tensor."""
 _LONGEST = 60
-"""Maximum characters of a list of sizes; a longer one becomes its count and checksum."""
+"""Maximum characters of a list of sizes; a longer list becomes its count and checksum."""
 
 ON_HOST = " on the host"
 """Suffix of gloo's groups, which share their names with NCCL's."""

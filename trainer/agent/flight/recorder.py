@@ -1,4 +1,4 @@
-"""Flight records of ranks: queries to live ranks over Unix sockets, and safe reading of the dumps left by dead ones.
+"""Flight records of ranks: queries to live ranks over Unix sockets, and safe reading of dumps left by dead ranks.
 
 A pickle is a program whose opcodes may import and call anything. Before a dump is unpickled, its opcodes are checked
 (`pickletools`); only those that build plain values are allowed.

@@ -39,7 +39,7 @@ def _compare(before: CodeRecord | None, now: CodeRecord, occasion: Occasion, sin
 
 def record_code(attempt: AttemptDir, config: JobConfig, skip: Collection[str] = ()) -> CodeAtStart:
     """Write this attempt's code record and compare it with the previous one. Only the first node does so.
-    `skip`: modules that this process had imported before the workload.
+    `skip` has the modules that this process had imported before the workload.
     """
     if not _is_first_node() or _is_away(attempt.run, config):
         return CodeAtStart()

@@ -69,7 +69,7 @@ def free_port(host: str) -> int:
 def cores_of_rank(
     identity: NodeIdentity, config: JobConfig, node_rank: int, local_rank: int, allowed: Collection[int]
 ) -> list[int]:
-    """Return a contiguous, equal share of the allowed cores; empty (unbound) if there are fewer cores than ranks.
+    """Return a contiguous, equal share of the allowed cores, or none (unbound) if there are fewer cores than ranks.
     Simulated nodes share one machine, so its cores are divided among all ranks of the job.
     """
     per_node = config.cluster.ranks_per_node
@@ -126,7 +126,7 @@ class RankLauncher:
             "MASTER_ADDR": master[0],
             "MASTER_PORT": master[1],
             "TORCHELASTIC_MAX_RESTARTS": config.recovery.restarts_in_place,
-            # torch would write the exception's text there unredacted, secrets included; its log has the same text.
+            # torch would write the exception to the file without redacting secrets; the log has the same text.
             **({} if LISTED in inherited else {"TORCHELASTIC_ERROR_FILE": error_file}),
             # The script's own rank 0 hosts the store, a new one in every generation.
             "TORCHELASTIC_USE_AGENT_STORE": "False",

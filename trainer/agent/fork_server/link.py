@@ -31,7 +31,7 @@ attempt, node, fork and restore test must use the same seed.
 
 
 class ForkServerLink:
-    """Fork server process; a lost one is replaced by a new link."""
+    """Fork server process. A new link replaces one whose process is lost."""
 
     def __init__(
         self,

@@ -254,7 +254,7 @@ class ForkServer:
                     os.kill(group, number)
 
     def _reap(self, *, silent: bool = False) -> None:
-        """Reap dead children; the rest of a dead rank's process group is killed with it."""
+        """Reap dead children, and kill the rest of each dead rank's process group."""
         while (info := _next_dead()) is not None:
             pid = info.si_pid
             if pid in self._leaders:
@@ -337,7 +337,9 @@ def _import_workload(config: JobConfig, link: socket.socket) -> tuple[RankMain, 
         import_workload(config)
     except BaseException as error:  # noqa: BLE001  # outermost edge
         text = in_use().text
-        message = str(traceback.TracebackException(type(error), error, None))  # whatever its own `__str__` does
+        message = str(
+            traceback.TracebackException(type(error), error, None)
+        )  # independent of the error's own `__str__`
         words = f"it called sys.exit({error.code!r})" if isinstance(error, SystemExit) else message + _torch_hint(error)
         missing = describe_missing(error)
         failed = ImportFailed(

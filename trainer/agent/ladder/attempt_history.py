@@ -29,7 +29,7 @@ class AttemptHistory:
     new_nodes: bool = True  # nodes joined since the last generation; also True before the first
     earlier_futile: int = 0  # consecutive restarts that trained no new step
     furthest: int = 0  # furthest step trained by any earlier generation
-    reached: int = 0  # furthest step of the running generation; 0: none
+    reached: int = 0  # furthest step of the running generation; 0 if none
     restarted_to_save: bool = False  # a generation was started only to save and stop
 
     @classmethod
@@ -58,7 +58,7 @@ class AttemptHistory:
         requested: bool = False,
     ) -> None:  # fmt: skip
         """Record the end of a generation that started from the checkpoint of step `restored`.
-        `requested`: an operator's drill ended it, so the restart does not count.
+        `requested` means that an operator's drill ended it, so the restart does not count.
         """
         self.restarts, self.rollbacks, self.advanced = self.restarts_used, self.rollbacks_used, False
         self.mark = "" if requested else mark

@@ -27,7 +27,7 @@ _COMPLAINT = re.compile(r"(?i:error|fail|cannot|could not|unable|corrupt|invalid
 _CHAINED = re.compile(r"(During handling of the above|The above) exception")
 _ERRNO = re.compile(r"\b(?:errno|os error)\W{1,3}(\d{1,5})", re.IGNORECASE)
 _FILE_ERRNOS = frozenset({errno.ENOENT, errno.EINVAL, errno.EBADMSG, errno.EUCLEAN})
-"""Errnos of a missing, truncated or damaged file; the content of a file causes no others."""
+"""Errnos of a missing, truncated or damaged file. The content of a file causes no other errors."""
 _URL = r"://"
 _ABSOLUTE = r"(?<![\w./:~+@-])~?/(?![\w./+-]{0,300}\.(?:cc|cpp|cu|h|hpp|rs):\d)[\w.]"  # except lines of source code
 _QUOTED = r"['\"][^'\"]{0,300}/[^'\"]{0,300}['\"]"
@@ -39,9 +39,9 @@ _ARGUMENT = re.compile(r"\(\s{0,20}(?:open\(|Path\()?[rb]?['\"][^'\"{}]{0,300}[/
 
 
 def is_loading_error(error: str, lines: Sequence[str], checkpoint: str, *, raised: bool, doubt: bool) -> bool:
-    """Return whether the error shows that the program was loading `checkpoint`; if the name is empty, any file.
-    `error`: class and message of the exception, if one was `raised`, else the last line; `lines`: the last lines;
-    `doubt`: the checkpoint is suspect for another reason, so an unexpected end of any file is sufficient.
+    """Return whether the error shows that the program was loading `checkpoint`, or any file if the name is empty.
+    `error` is the class and message of the exception, if one was `raised`, or else the last of `lines`. `doubt` means
+    that the checkpoint is suspect for another reason, so an unexpected end of any file is sufficient.
     """
     trace = _last_traceback(lines)
     text = "\n".join((*trace, error))
@@ -68,14 +68,14 @@ def is_loading_error(error: str, lines: Sequence[str], checkpoint: str, *, raise
 
 
 def _causes(lines: Sequence[str]) -> list[str]:
-    """Return the messages of the exceptions that led to the last one: its causes, or those being handled."""
+    """Return the messages of the exceptions that led to the last exception: its causes, or exceptions being handled."""
     lines = [RANK_PREFIX.sub("", line) for line in lines]
     chained = [at for at, line in enumerate(lines) if _CHAINED.match(line)]
     return [lines[at - 1] for at in chained if at]
 
 
 def _last_traceback(lines: Sequence[str]) -> list[str]:
-    """Return the frames of the last traceback; the first ones may have been cut off."""
+    """Return the frames of the last traceback, the first of which may have been cut off."""
     lines = [RANK_PREFIX.sub("", line) for line in lines]
     starts = [at + 1 for at, line in enumerate(lines) if line.startswith(TRACEBACK)]
     starts = starts or [at for at, line in enumerate(lines) if _FRAME.match(line)][:1]
@@ -89,7 +89,7 @@ def _is_named(checkpoint: str, text: str) -> bool:
 
 
 START_SECONDS = 300.0
-"""Time that a program may need to start; one that ran longer is assumed to have trained."""
+"""Seconds that a program may need to start. A program that ran longer is assumed to have trained."""
 
 LONGEST_SECONDS = 3600.0
 """A program that ran longer than this worked, so a repeated failure does not prove that it is at fault."""
@@ -128,7 +128,7 @@ class CommandPast:
     failures: tuple[CommandFailure, ...] = ()  # consecutive, oldest first, of the earlier generations
     newest: NewestCheckpoint | None = None
     saved: bool = False  # it saved a checkpoint of a new step in this generation
-    saved_after: float = 0.0  # seconds from the start to the newest complete checkpoint, whatever its step; 0: none
+    saved_after: float = 0.0  # seconds from the start to the newest complete checkpoint, whatever its step; 0 if none
     trained: bool = False  # it trained at some time before this generation
     older: str = ""  # name of an older checkpoint without a known sign of damage, or empty
     torn: NewestCheckpoint | None = None  # an incomplete older checkpoint, if the newest has no sign of damage

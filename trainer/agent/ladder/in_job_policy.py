@@ -83,7 +83,7 @@ class Situation:
     left: float = 0.0  # seconds until that deadline
     command: CommandPast | None = None  # set if the ranks run the user's own command
     broken: Failure | None = None  # failure of the machinery: an agent, a fork server, a preflight
-    restored: int = 0  # step of the checkpoint that this generation started from; 0: none
+    restored: int = 0  # step of the checkpoint that this generation started from; 0 if none
     spares: int = 0  # nodes that could replace another
     home: str = ""  # the coordinator's own node, which a spare cannot replace
     spike_budget: int = 0  # detection.spike.roll_backs
@@ -126,7 +126,7 @@ def decide(now: Situation) -> Decision:
 
 
 def _replace(now: Situation, lost: Failure, reason: str = "", nodes: tuple[str, ...] = ()) -> Decision | None:
-    """Rung 3: replace all lost or blamed nodes if there are enough spares."""
+    """Replace all lost or blamed nodes if there are enough spares (rung 3)."""
     nodes = nodes or lost.nodes
     if not nodes or len(nodes) > now.spares or now.stopping is not StopReason.NONE or now.home in nodes:
         return None
@@ -205,7 +205,7 @@ def _not_again(now: Situation) -> str:
 
 
 def _no_time(now: Situation) -> str:
-    """Return why no time is left for a restart; a rollback checks only this, since it uses no restart."""
+    """Return why no time is left for a restart. A rollback checks only this, since it uses no restart."""
     if now.history.restarted_to_save:
         return "once more after a restart for the save"
     # The deadline also moves while ranks make progress; only the present remainder is certain.
@@ -238,7 +238,7 @@ def _new_suspect(now: Situation) -> tuple[int, str] | None:
 
 
 def _rung(now: Situation, cause: Decision, reason: str, *, doubted: bool) -> Decision:
-    """Choose the lowest rung that may help; `doubted`: another checkpoint will be restored."""
+    """Choose the lowest rung that may help. `doubted` means that another checkpoint will be restored."""
     failure = cause.known_failure
     if failure.kind is FailureKind.NUMERIC:
         return _roll_back(now, cause, reason, doubted=doubted)
@@ -257,7 +257,7 @@ def _rung(now: Situation, cause: Decision, reason: str, *, doubted: bool) -> Dec
 
 
 def _roll_back(now: Situation, cause: Decision, reason: str, *, doubted: bool) -> Decision:
-    """Rung 1: restore the newest checkpoint and skip the batch of the bad step; uses no restart."""
+    """Restore the newest checkpoint and skip the batch of the bad step (rung 1), without using a restart."""
     failure, used = cause.known_failure, now.history.rollbacks_used
     assert cause.skip is not None
     if cause.skip.position in {skip.position for skip in now.history.skipped}:
@@ -278,7 +278,7 @@ def _roll_back(now: Situation, cause: Decision, reason: str, *, doubted: bool) -
 
 
 def _restart(now: Situation, cause: Decision, reason: str) -> Decision:
-    """Rung 2: start a new generation on the same nodes."""
+    """Start a new generation on the same nodes (rung 2)."""
     failure = cause.known_failure
     if now.drill and (cause.retry or failure.kind in FIXED_BY_RESTART):
         reason = f"{reason}; restart in place, not counted: drill {now.drill}"
@@ -321,7 +321,7 @@ def _spent(budget: int, singular: str, plural: str) -> str:
 
 
 def _cause(now: Situation, *, forgive: bool = False) -> Decision:
-    """Return the root cause of the failure; `forgive`: ignore an earlier occurrence at the same step."""
+    """Return the root cause of the failure. If `forgive`, ignore an earlier occurrence at the same step."""
     if now.broken is not None:
         action = Action.RESTART if now.broken.kind in FIXED_BY_RESTART else Action.END
         return Decision(action=action, reason=now.broken.reason, failure=now.broken, mark="broken")

@@ -28,7 +28,7 @@ _CHECKPOINTS = frozenset(
 _CODE_ERRORS = frozenset(
     {"AssertionError", "AttributeError", "IndexError", "KeyError", "NameError", "TypeError", "ValueError"}
 )
-"""Exceptions that the code itself causes, whatever their messages mention; no disk error raises them."""
+"""Exceptions that the code itself causes, whatever their messages say. No disk error raises them."""
 _BAD_STEPS = ("BadStep", LOSS_SPIKE)
 """Raised by every rank when the reduced loss is unusable."""
 _RESERVED = (ExitCode.STORAGE, ExitCode.RETRY, ExitCode.NODE_SUSPECT, ExitCode.NEVER_RETRY)
@@ -42,8 +42,8 @@ LIMITS = "`ulimit -u` and pids.max of the job's cgroup limit a user's threads an
 
 def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "", restored: int = 0) -> Decision:
     """Return the cause among `ends`, at least one of which is bad.
-    `trained`: the run is known to have trained at least one step; `last_mark`: the `mark` of the previous failure;
-    `restored`: the step from which the generation started.
+    `trained` means that the run is known to have trained at least one step. `last_mark` is the `mark` of the previous
+    failure, and `restored` is the step from which the generation started.
     """
     root = find_root(ends)
     kind, retry, what = _classify(root)

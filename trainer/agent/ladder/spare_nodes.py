@@ -9,7 +9,7 @@ from trainer.protocol.failures.outcome import Failure, FailureKind
 
 def replace(decision: Decision, roster: Roster, events: EventLog, *, drill: str = "") -> Decision | None:
     """Replace every lost or excluded node with a spare. Return a Decision that ends the attempt if that fails.
-    `drill`: kind of the drill that caused the loss, if any.
+    `drill` is the kind of drill that caused the loss, if any.
     This is safe even if a lost node, or a blamed node's ranks, survive out of reach for a while:
     - Its agent ends its ranks when its connection ends or times out, and is never admitted again. A blamed node's agent
       was ordered to kill them and has no node rank any more.

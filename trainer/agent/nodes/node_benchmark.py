@@ -65,7 +65,7 @@ class NodeBenchmark:
 
     def failure(self, history: Mapping[str, float] | None = None) -> Failure | None:
         """Return the failure of the node to blame, slowest first, or None if all are fit or no node can be blamed.
-        `history`: usual speeds by measurement, for nodes of the same kind.
+        `history` has the usual speed for each measurement, for nodes of the same kind.
         """
         return (self._slow_node(history or {}) or self._badly_connected_node()) if self._comparable else None
 

@@ -37,7 +37,7 @@ _MEMORY_FAULTS = {
 }
 """Fields that are "yes" if a GPU is broken."""
 _BRAKE_TAGS = ("clocks_event_reason_", "clocks_throttle_reason_")
-"""Tag prefixes used by drivers; the first since 535."""
+"""Tag prefixes used by drivers. Drivers since 535 use the first."""
 _LINKS_OF = re.compile(r"^GPU (\d+):")
 _LINK = re.compile(r"^\s+Link \d+: (\S+)")
 
@@ -98,7 +98,7 @@ _FEWEST_FILES = 1024
 _DEVICES = Path("/dev")
 _AMD = Path("/dev/kfd")
 _DRIVER_SECONDS = 20.0
-"""Time limit of one driver query. There are several, within the coordinator's timeout for the whole preflight."""
+"""Time limit for one driver query. Several must fit into the coordinator's timeout for the whole preflight."""
 _SHARED_MEMORY = Path("/dev/shm")
 _LEAST_SHARED = 16 << 20  # per rank, for NCCL's buffers; gloo and the progress cells need no such space
 
@@ -135,7 +135,7 @@ def _run_folder(run_dir: Path) -> PreflightFault | None:
 
 
 def ahead_of_files(run_dir: Path) -> float | None:
-    """Return how many seconds this node's clock is ahead of the run folder's server; None: unknown.
+    """Return how many seconds this node's clock is ahead of the run folder's server, or None if unknown.
     It is 0 on file systems that date files by the writer's own clock.
     """
     probe = run_dir / f".probe-{secrets.token_hex(6)}"
@@ -199,7 +199,7 @@ def _interface(name: str) -> PreflightFault | None:
 
 
 def _devices(wanted: int) -> PreflightFault | None:
-    """Check the number of GPUs; the driver is queried first, as a GPU off the bus keeps its file in /dev."""
+    """Check the number of GPUs. Query the driver first, since a GPU that is off the bus keeps its file in /dev."""
     if not wanted or _AMD.exists():
         return None
     found = _driver_count()
@@ -266,7 +266,7 @@ def find_blamed_node(faults: Mapping[str, Sequence[PreflightFault]]) -> Failure 
 def skew(
     ahead: Mapping[str, float], config: PreflightConfig, of_files: Mapping[str, float | None] = MappingProxyType({})
 ) -> Failure | None:
-    """PURE: blame a node for clock skew; `ahead` is each clock's lead over the coordinator's, in seconds.
+    """PURE: blame a node for clock skew. `ahead` is each clock's lead over the coordinator's, in seconds.
     If two nodes disagree, the node whose clock agrees with the file server's is right (`of_files`: lead over it in
     seconds). If neither or both agree, no node is blamed, so a wrong file server blames none.
     """

@@ -93,7 +93,7 @@ def _by_switch(nodes: Collection[int], switches: Switches) -> Callable[[int], tu
 def replacements(
     node_ranks: Mapping[int, int], fit: Collection[int], ready: Collection[int]
 ) -> tuple[tuple[Replacement, ...], str]:
-    """Return the spares that replace nodes no longer fit; no moves if there are too few spares.
+    """Return the spares that replace nodes no longer fit, or no moves if there are too few spares.
     The other nodes keep their node ranks, so their ranks find copies of their state in their own node's memory.
     """
     vacant = [node_rank for node_rank, node in sorted(node_ranks.items()) if node not in fit]
@@ -146,7 +146,7 @@ class Roster:
         self, nodes: int, attempt: int, deliver: Callable[[int, InboxMessage], None], *, node_ranks: int | None = None,
         rejoin: float = 5.0,
     ) -> None:  # fmt: skip
-        """`node_ranks`: number of training nodes; the others are spares. `rejoin`: seconds, see `Timeouts`."""
+        """`node_ranks` is the number of training nodes; the others are spares. For `rejoin`, see `Timeouts`."""
         self._nodes, self._attempt, self._deliver, self._rejoin_seconds = nodes, attempt, deliver, rejoin
         self._wanted = nodes if node_ranks is None else node_ranks
         self._assigned = False
@@ -199,7 +199,7 @@ class Roster:
         return ""
 
     def _note(self, member: Member, message: FromAgent, now: float) -> None:
-        """Record the time of a message; a report that differs from the previous one means that ranks move."""
+        """Record the time of a message. A report that differs from the previous report means that ranks move."""
         member.last_message_at, member.has_sent = now, True
         if isinstance(message, ProgressReport) and _place(message) != _place(member.progress):
             self._moved = now
@@ -293,7 +293,7 @@ class Roster:
 
     def all_gone(self, generation: int, *, but: Collection[str] = ()) -> bool:
         """Return whether this generation is gone from every training node that is not lost.
-        `but`: names of nodes to ignore.
+        `but` has the names of nodes to ignore.
         """
         return all(member.gone >= generation for member in self.training_members() if member.name not in but)
 
@@ -308,7 +308,7 @@ class Roster:
         self._last_tick = now
 
     def find_timed_out(self, now: float) -> tuple[Member, str] | None:
-        """Return an agent silent for too long and the reason; the limit is shorter while no rank moves."""
+        """Return an agent that has been silent for too long, and the reason. The limit drops while no rank moves."""
         # Relative to the newest message of any agent, so that a suspended coordinator does not lose all of them.
         latest = min(now, max((member.last_message_at for member in self.present_members()), default=now))
         standing = self._moved is not None and now - self._moved > STALLED_TIMEOUT_SECONDS

@@ -25,7 +25,7 @@ class HungFileSystem(OSError):
 
 async def run_detached(function: Callable[[], T], seconds: float) -> T:
     """Return the value of `function`. Raises TimeoutError if it is late, or else the exception from `function`.
-    Not asyncio.to_thread: the interpreter waits for those threads at exit.
+    asyncio.to_thread is not used, because the interpreter waits for its threads at exit.
     """
     return await asyncio.wait_for(start_detached(function), seconds)
 

@@ -143,7 +143,7 @@ def group_members(groups: Collection[int]) -> dict[int, list[int]]:
             continue
         try:
             group = os.getpgid(int(name))
-        except OSError:  # ended meanwhile, or hidden from this user
+        except OSError:  # it has exited meanwhile, or is hidden from this user
             continue
         if group in found:
             found[group].append(int(name))
@@ -151,7 +151,7 @@ def group_members(groups: Collection[int]) -> dict[int, list[int]]:
 
 
 def _stat(path: Path) -> list[str]:
-    """Return the fields of a stat file from the state on; the name before it may contain spaces and parentheses."""
+    """Return a stat file's fields from the state on. The name before the state may contain spaces and parentheses."""
     return path.read_text(errors="replace").rpartition(")")[2].split()
 
 
@@ -171,7 +171,7 @@ class _Scheduled(NamedTuple):
 
 
 def _read_schedstat(folder: Path) -> _Scheduled:
-    """Return the content of a schedstat file; zeros if the kernel keeps none."""
+    """Return the content of a schedstat file, or zeros if the kernel keeps none."""
     try:
         ran, waited, *_ = (folder / "schedstat").read_text().split()
     except (OSError, ValueError):

@@ -83,7 +83,7 @@ class CheckpointWriter:
         return theirs
 
     def _listens(self) -> bool:
-        """Return whether it is alive and has accepted every connection so far; a stopped one has not."""
+        """Return whether it is alive and has accepted every connection so far, which a stopped writer has not."""
         with contextlib.suppress(BlockingIOError, ConnectionError):
             while self._untaken and self._control.recv(1):
                 self._untaken -= 1

@@ -181,7 +181,7 @@ async def kill_generation(
     ranks: LocalRanks, link: ForkServerLink, *, politely: bool, term: float = TERM_SECONDS, obey: float = OBEY_SECONDS
 ) -> None:
     """Kill the ranks. Return once all are gone, or the fork server is lost and `kill_orphaned_ranks` takes over.
-    `politely`: send SIGTERM first to a user's program that has not received it; our own ranks ignore it.
+    If `politely`, first send SIGTERM to a user's program that has not received it; orch's own ranks ignore it.
     """
     if politely:
         link.signal_ranks(signal.SIGTERM)
@@ -221,7 +221,7 @@ async def kill_orphaned_ranks(
     exclude: Collection[int] = (),
 ) -> None:
     """Kill the process groups of all remaining ranks and the processes that left those groups, and report each exit.
-    `exclude`: children of this process other than ranks, the checkpoint writers. A process that cannot be killed (hung
+    `exclude` has children of this process other than ranks: checkpoint writers. A process that cannot be killed (hung
     in the kernel) is abandoned after half a minute and not reported gone.
     """
     give_up = time.monotonic() + _LONGEST
@@ -272,7 +272,7 @@ AGENT_KINDS = {
     "kill-agent": "SIGKILL to the agent of a node",
     "kill-node": "SIGKILL to the agent of a node and to everything it has started",
 }
-"""Faults that an agent injects into its own node; the rank concerned injects those in `KINDS`."""
+"""Faults that an agent injects into its own node. A rank injects the faults in `KINDS` itself."""
 
 _BY_SIGNAL = {"kill-rank": signal.SIGKILL, "stop-rank": signal.SIGSTOP}
 """Kinds that the agent carries out immediately, without waiting for a step."""

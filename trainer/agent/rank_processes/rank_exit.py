@@ -97,7 +97,7 @@ def _read_error_file(path: Path) -> tuple[str, str | None] | None:
 
 _LONGEST = 4000
 _READ_SECONDS = 2.0
-"""Time limit of reads from the file system, so that a slow one does not delay the report to the coordinator."""
+"""Time limit for reads, so that a slow file system does not delay the report to the coordinator."""
 
 
 def decode_shell_exit(exit_code: int | None, number: int | None) -> tuple[int | None, int | None]:

@@ -82,7 +82,7 @@ def _begins(name: str, prefix: str, step: int) -> bool:
 
 
 def _form(name: str, step: int) -> str:
-    """Return the name without its first number if that is the step; else ""."""
+    """Return the name without its first number if that is the step, or else ""."""
     first = _NUMBER.search(name)
     if first is None or parse_digits(first[0]) != step:
         return ""
@@ -106,7 +106,7 @@ def same_but_for_rank(name: str, others: Iterable[str]) -> list[str]:
 
 
 def find_digits(name: str, step: int) -> str:
-    """Return the last occurrence of the step in a name, as written there; the step itself if there is none."""
+    """Return the last occurrence of the step in a name, as written, or the step itself if there is none."""
     return next((digits for digits in reversed(_NUMBER.findall(name)) if parse_digits(digits) == step), str(step))
 
 
@@ -229,7 +229,7 @@ class CommandCheckpoint:
 
     @property
     def parts(self) -> int:
-        """Return how many of its entries have similar names, as those of different ranks do."""
+        """Return how many of its entries have similar names, like entries from different ranks."""
         return 1 + sum(is_alike(name, self.path.name) for name in self.siblings)
 
     def place(self, name: str) -> Path:
@@ -254,7 +254,7 @@ def find(
 
 
 def find_other_rank(folder: Path) -> str:
-    """Return another rank's folder that is not examined, if this folder is, or is in, a rank's folder; else "".
+    """Return another rank's folder that is not examined, if this folder is, or is in, a rank's folder, or else "".
     Raises OSError.
     """
     for place in (folder, *folder.parents):
@@ -365,7 +365,7 @@ def assess_damage(found: list[CommandCheckpoint], most: int = 4) -> list[Command
 
 def damage(one: CommandCheckpoint, filled: Collection[str]) -> str:
     """Return a cheaply found sign that this checkpoint cannot be complete, or "" if there is none.
-    `filled`: kinds of files that are non-empty in some checkpoint of the run.
+    `filled` has the kinds of files that are non-empty in some checkpoint of the run.
     """
     if one.files.keys() & {_INCOMPLETE, *(f"{_BESIDE}{name}/{_INCOMPLETE}" for name in one.siblings)}:
         return f"is marked as incomplete by {_INCOMPLETE}"
@@ -415,12 +415,12 @@ def _lacks(one: CommandCheckpoint, older: Sequence[CommandCheckpoint]) -> str:
 
 
 def _kinds(one: CommandCheckpoint, *, filled: bool = False) -> dict[str, str]:
-    """Return names by their kind; `filled`: only of non-empty files."""
+    """Return one file name for each kind. If `filled`, omit empty files."""
     return {_kind(name): name for name in sorted(one.files) if one.files[name][0] or not filled}
 
 
 def _kind(name: str) -> str:
-    """Return the name without its numbers, which are those of ranks, shards and steps."""
+    """Return the name without its numbers, such as rank, shard and step numbers."""
     return _NUMBER.sub("#", name)
 
 

@@ -180,7 +180,7 @@ class CommandRun:
             await self._keep(CommandMemory(saved=saved, earlier=self._memory.earlier))
 
     async def end_generation(self, decision: Decision, now: GenerationState, *, cleared: bool) -> None:
-        """Record the end of a generation; `cleared`: none of its processes is left to write."""
+        """Record the end of a generation. `cleared` means that none of its processes is left to write."""
         if not self._on:
             return
         await self._steps.check_settled()

@@ -59,14 +59,14 @@ class CommandProgress:
         self, folder: Callable[[], Path], config: CommandCheckpointsConfig, events: EventLog, progress: AttemptProgress,
         *, counts_steps: bool = True,
     ) -> None:  # fmt: skip
-        """`counts_steps`: the newest checkpoint is the only source of the program's step."""
+        """`counts_steps` means that the newest checkpoint is the only source for the program's step."""
         self._counts_steps = counts_steps
         self._folder, self._config, self._events, self._progress = folder, config, events, progress
         self.began_from: CommandCheckpoint | None = None
         self.torn: CommandCheckpoint | None = None
         self.earlier: Stamps = {}
         self.saved_after = 0.0
-        """Seconds from this generation's start to its newest complete checkpoint, whatever its step; 0: none."""
+        """Seconds from this generation's start to its newest complete checkpoint of any step, or 0."""
         self.step_before = 0
         """Highest step shown by the program before this generation."""
         self._latest: list[CommandCheckpoint] = []
@@ -209,7 +209,7 @@ class CommandProgress:
             self._progress.step = max((one.step for one in reported), default=0)
 
     def _write_event(self, one: CommandCheckpoint, *, anew: bool) -> None:
-        """Report a checkpoint; `anew`: it was rewritten under a known identity, so its event gets a new name."""
+        """Report a checkpoint. `anew` means that it was rewritten under a known identity and gets a new event name."""
         self._reported[one.identity] = one.step
         self._states[one.identity] = one.files
         changed = max((time for _, time in one.files.values()), default=0)
@@ -225,7 +225,7 @@ class CommandProgress:
 STEP_LOOK_SECONDS = 2.0
 """Interval of checks of the log or file while the program runs."""
 MATCH_SECONDS, SLOW_LOOK_SECONDS = 2.0, 60.0
-"""Time limit of a check of the newest lines, and the pause after one that exceeds it."""
+"""Time limit for checking the newest lines, and the pause after a check that exceeds it."""
 _TAIL = 64 * 1024
 
 

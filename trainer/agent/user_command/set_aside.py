@@ -168,7 +168,7 @@ def _entry_like(name: str, one: CommandCheckpoint, instead: CommandCheckpoint) -
 
 
 def retarget(pointer: Pointer, scratch: Path, *, back: bool = False) -> bool:
-    """Make a pointer name the other checkpoint (`back`: the first one) unless it was changed. Return whether it did.
+    """Make a pointer name the other checkpoint (or the first, if `back`) unless it has changed. Return whether it does.
     `scratch` is a path on the same file system, outside the folder that the program scans. Raises OSError.
     """
     path = Path(pointer.path)

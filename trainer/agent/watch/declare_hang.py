@@ -56,7 +56,7 @@ LOOK_AT_HALTED = 1.0
 """Seconds without movement of any rank after which a halted process is examined."""
 
 FRESH = 5.0
-"""Maximum age in seconds of flight records on which a kill may be based; older ones are requested again."""
+"""Maximum age, in seconds, of flight records that justify a kill. Older records are requested again."""
 
 AHEAD = 3.0
 """Seconds before a limit expires at which records that would be too old by then are requested again."""
@@ -205,7 +205,7 @@ def _who_stopped(roots: Sequence[RankSample], why: str, limit: str, waiting: int
 
 def _hung_together(suspicion: Suspicion, allowed: Allowed, limit: str, waiting: tuple[int, ...]) -> HangJudgement:
     """Return the judgement when all ranks have joined but none makes progress.
-    Blames no rank, and blames a node only if it is the only one.
+    Blame no rank, and blame a node only if it is the only one.
     """
     joined = suspicion.rivals
     nodes = sorted({one.node for one in joined})
@@ -255,7 +255,7 @@ _MAX_FULL_EVIDENCE = 16
 
 @dataclass(kw_only=True)
 class _FlightQuery:
-    """Flight records requested at `asked`; `waits`: nodes that have not answered."""
+    """Flight records requested at `asked`. `waits` has the nodes that have not answered."""
 
     serial: int
     asked: float
@@ -294,7 +294,7 @@ class HangDetector:
         on_gpus: bool = False, stages: StageNeighbours | None = None,
     ) -> None:  # fmt: skip
         """`seen` is False if the ranks' steps are unknown; then nothing is judged.
-        `stages`: neighbours of ranks whose messages are not recorded.
+        `stages` has the neighbours of ranks whose messages are not recorded.
         """
         self._config, self._roster, self._generation = config, roster, generation
         self._on, self._on_gpus, self._stages = config.on and seen, on_gpus, stages

@@ -41,7 +41,7 @@ def _catches(pid: int, number: int) -> bool:
 
 
 async def ask_for_stacks(pid: int, memory: int) -> bytes:
-    """Make the rank write its stacks into `memory`, a memfd, and wait until it is done; may be cancelled.
+    """Make the rank write its stacks into `memory`, a memfd, and wait until it is done. This may be cancelled.
     WARNING: both processes share the file position, so it is reset before the signal and never moved by reading.
     """
     os.ftruncate(memory, 0)
@@ -104,7 +104,7 @@ def _run_tool(command: list[str], seconds: float) -> bytes:
 NODE_PARTS: dict[str, Callable[[float], bytes]] = {"kernel.txt": kernel, "memory.txt": memory, "gpus.txt": gpus}
 
 FILE = 1 << 20
-"""Maximum bytes of one file; a longer one keeps its end."""
+"""Maximum bytes of one file; a longer file keeps its end."""
 TOTAL = 32 << 20
 """Maximum bytes that one node writes for one incident."""
 _LINES, _TAIL = 100, 256 << 10
@@ -135,7 +135,7 @@ class Subject:
 async def collect(
     folder: Path, node: int, ranks: Sequence[Subject], full: Collection[int], seconds: float, *, most: int = TOTAL
 ) -> dict[str, Any]:
-    """Write the evidence available within `seconds`: all items for ranks in `full`, only cells and logs for the others.
+    """Write the evidence available within `seconds`. Only ranks in `full` get more than cells and logs.
     Return {written: names, missing: {name: reason}}. Late items are left to threads that are never awaited, so a hung
     file system delays neither the agent nor its exit.
     """
@@ -225,7 +225,7 @@ def _tail(path: Path, seconds: float) -> bytes:
 
 def _live_pid(one: Subject, *, answers: bool = False) -> int:
     """Return the PID of a live process.
-    `answers`: it must not be stopped, because querying a stopped process would block.
+    If `answers`, it must not be stopped, because querying a stopped process would block.
     """
     signs = proc.read_activity(one.pid) if one.pid is not None else None
     if one.pid is None or signs is None or signs.state in "ZX":

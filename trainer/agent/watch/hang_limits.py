@@ -52,7 +52,7 @@ class RankSample:
 
     @classmethod
     def from_row(cls, row: SampleRow, node: str, stages: Sequence[int] = ()) -> "RankSample":
-        """Return the sample in a row. Raises ValueError for an impossible time. `stages`: the rank's pipeline row."""
+        """Return the sample in a row. Raises ValueError for an impossible time. `stages` is the rank's pipeline row."""
         moment = decode_activity(*stages[1:4]) if len(stages) >= 4 else None
         one = cls(*row, node=node, moment=moment, sent=SentMessages.from_row(stages[4:]))
         if min(one.age, one.alive, one.lock) < 0:
@@ -124,8 +124,8 @@ class Limits:
         return max(LOOK_LEAST, self.config.least / 2, LOOK_FACTOR * longest)
 
     def for_rank(self, one: RankSample, *, waited_for: bool = True, spins: bool = False) -> Allowed:
-        """Return this rank's limit; `waited_for`: its peers do not move, so being stopped does harm.
-        `spins`: it is known to wait for a GPU, which uses CPU time without doing any work.
+        """Return this rank's limit. `waited_for` means that its peers do not move, so being stopped does harm.
+        `spins` means that it waits for a GPU, which uses CPU time without doing any work.
         """
         began = max(0.0, one.age - one.alive)  # seconds of activity after its last cell write
         most = self.config.most
@@ -195,7 +195,7 @@ class ReportGaps:
         self._gaps: dict[str, deque[tuple[float, float]]] = {}
 
     def ask(self, now: float | None) -> None:
-        """Note a request for more frequent reports at `now`; None: the request has expired."""
+        """Note a request for more frequent reports at `now`, or its expiry if None."""
         self._asked = now
 
     def add_report(self, node: str, now: float) -> None:
@@ -244,9 +244,9 @@ def calm_seconds(nodes: int) -> float:
 
 
 class ReportSchedule:
-    """Report times of one agent.
-    Regular reports keep their time slots, whatever is sent in between. In a large job some node therefore reports at
-    any moment, and the coordinator soon learns that ranks move.
+    """Report times for one agent.
+    Regular reports keep their time slots, even if others are sent in between. In a large job some node therefore
+    reports at any moment, and the coordinator soon learns that ranks move.
     """
 
     def __init__(self, node: int, nodes: int, now: float) -> None:
@@ -259,7 +259,7 @@ class ReportSchedule:
         self._attends_until = max(self._attends_until, now + seconds)
 
     def due(self, now: float, *, closely: bool = False, at_once: bool = False) -> bool:
-        """Return whether to report now; `closely`: this node has relevant news."""
+        """Return whether to report now. `closely` means that this node has relevant news."""
         regular = now >= self._regular
         if regular:
             self._regular += self._calm * ((now - self._regular) // self._calm + 1)

@@ -119,7 +119,7 @@ class AnswerTimes:
 
 
 def no_writer(rank: int) -> int | None:
-    """Return None, for ranks that save in their own way."""
+    """Return None, for ranks without a checkpoint writer."""
     return None
 
 
@@ -221,7 +221,7 @@ class Sampler:
         )
 
     def _look_closer(self, still: list[LocalRank], now: float) -> None:
-        """Examine all still ranks at once, since finding their children takes a pass over the node's processes."""
+        """Examine all still ranks together, since finding their children takes a pass over the node's processes."""
         if not still or now - self._looked < _LOOK_EVERY:
             return
         self._looked = now
@@ -282,7 +282,7 @@ def _stage_row(sample: RankSample) -> tuple[int, ...]:
 
 
 def _have_worked(before: Mapping[int, ProcessActivity], signs: Mapping[int, ProcessActivity], seconds: float) -> bool:
-    """Return whether processes did work together. One that ends subtracts nothing, and a new one starts at zero."""
+    """Return whether processes did work in total. An exited process subtracts nothing; a new process starts at zero."""
     grown = [(before.get(pid, _NOTHING), one) for pid, one in signs.items()]
     cpu = sum(max(0.0, one.cpu_seconds - was.cpu_seconds) for was, one in grown)
     moved = sum(max(0, one.io_bytes - was.io_bytes) for was, one in grown)

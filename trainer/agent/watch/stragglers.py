@@ -34,7 +34,7 @@ class Level:
 
 
 SHORT, LONG = Level(span=1, name="short"), Level(span=6, name="long")
-"""Short windows detect a much slower rank soon; long ones detect a slightly slower one."""
+"""Short windows detect a much slower rank soon, and long windows detect a slightly slower rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ def steady(ratios: Sequence[float], noise: float) -> float:
 
 
 def needed_windows(level: Level, hiccups: float, ranks: int, config: StragglerConfig) -> int:
-    """Return the number of consecutive slow windows required; `hiccups`: share of slow windows in a healthy group."""
+    """Return the number of consecutive slow windows required. `hiccups` is their share in a healthy group."""
     if level is LONG:
         return config.windows
     often = min(0.5, max(_RAREST, hiccups))
@@ -381,7 +381,7 @@ class WorkWindows:
     def __init__(
         self, world: int, coordinate: Callable[[int], Hashable], nodes: Sequence[str], config: StragglerConfig
     ) -> None:
-        """`nodes`: the name of each rank's node; ranks with the same `coordinate` are compared."""
+        """`nodes` names each rank's node. Ranks with the same `coordinate` are compared."""
         together: dict[Hashable, list[int]] = {}
         for rank in range(world):
             together.setdefault(coordinate(rank), []).append(rank)

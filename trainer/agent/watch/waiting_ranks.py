@@ -44,7 +44,7 @@ class Suspicion:
     why: str
     rivals: tuple[RankSample, ...]  # includes `rank`
     spins: bool = False  # they wait for a GPU, which uses CPU time
-    others: tuple[RankSample, ...] = ()  # independent roots besides `rank`
+    others: tuple[RankSample, ...] = ()  # independent roots other than `rank`
     chain: str = ""
 
     @property
@@ -53,7 +53,7 @@ class Suspicion:
 
 
 _ORDER = ("init", "restore", "checkpoint", "eval", "data", "compile", "forward", "backward", "optimizer", "done")
-"""Order of phases within a step; ranks in those before `forward` wait for no peer."""
+"""Order of phases within a step. Ranks in phases before `forward` wait for no peer."""
 
 _PLACE = {phase: index for index, phase in enumerate(_ORDER)}
 
@@ -142,7 +142,7 @@ def _suspect_from_records(
 
 
 def _least_advanced(live: Sequence[RankSample], lock_held: AbstractSet[int]) -> Suspicion:
-    """Suspect the rank that is furthest behind: without records, the others are assumed to wait for it."""
+    """Suspect the rank that is furthest behind. Without records, the others are assumed to wait for it."""
     # Ranks may wait for messages at any position, since stages never advance equally.
     working = [one for one in live if not one.waits_for_message] or live
     step = min(one.step for one in working)

@@ -68,7 +68,7 @@ def pending(folder: Path, attempt: int, answered: set[str]) -> list[Request]:
 
 
 def _is_plain_file(path: Path) -> bool:
-    """Return whether this is a regular file without symbolic or hard links."""
+    """Return whether this is a regular file, not a symbolic link, with only one name."""
     status = os.lstat(path)
     return stat.S_ISREG(status.st_mode) and status.st_nlink == 1
 

@@ -97,7 +97,7 @@ class Positions:
     def take(self, skip: Collection[int]) -> tuple[int, Sequence[Any]]:
         """Return the position of the next batch that is not skipped, and the batch itself.
 
-        Skipped batches are taken and dropped, because not all data can seek.
+        Skipped batches are taken and dropped, which works for any kind of data.
         """
         while self.next in skip:
             self._take()

@@ -23,21 +23,21 @@ from trainer.worker.startup.rendezvous import PeerLost
 
 _DEFAULTS = {
     "TORCH_FR_BUFFER_SIZE": "2000",
-    # torch's own stacks of each collective cost time, need the GIL to be shown, and are not used here.
+    # torch's stack for each collective costs time, needs the GIL to be shown, and is not used here.
     "TORCH_INCLUDE_STACK_TRACE": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",  # if NCCL's watchdog acts first, it leaves a record before it kills
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",  # if NCCL's watchdog acts first, it dumps a record before it kills the rank
     "TORCH_NCCL_ENABLE_TIMING": "1",  # otherwise a record does not distinguish started from queued collectives
 }
 _MAX_ENTRIES = 500
-"""Newest entries kept from a dying rank's record: about 200 KiB."""
+"""Maximum number of entries kept from a failed rank's record (about 200 KiB)."""
 
 
 @contextmanager
 def recording(spec: RankSpec) -> Iterator[None]:
-    """Record collectives inside; enter before the first process group is made, when torch reads the environment."""
+    """Record collectives. Enter before torch creates the first process group, because it then reads the environment."""
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
-    # Output of NCCL's own watchdog: next to ours, not in a folder deleted at the job's end.
+    # NCCL's watchdog writes its output next to ours, not into a folder that is deleted when the job ends.
     near = RunDir(Path(spec.run_dir)).attempt(spec.attempt).watchdog_flight(spec.generation)
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(near))
     if spec.stacks_fd >= 0:
@@ -51,12 +51,12 @@ def recording(spec: RankSpec) -> Iterator[None]:
                 server.shutdown()
         if spec.stacks_fd >= 0:
             faulthandler.unregister(STACKS)
-            # The signal may still be pending, and would kill the rank without a handler.
+            # The signal may still be pending. Without a handler, it would kill the rank.
             signal.signal(STACKS, signal.SIG_IGN)
 
 
 def write_groups(spec: RankSpec) -> None:
-    """Write the ranks of each process group, which gloo's records lack; call once the groups exist."""
+    """Write the ranks of each process group, which gloo's records lack. Call this once the groups exist."""
     if not spec.flight or not dist.is_initialized():
         return
     try:
@@ -66,22 +66,22 @@ def write_groups(spec: RankSpec) -> None:
 
 
 def is_secondary_failure(error: BaseException) -> bool:
-    """Return whether `error` only reports a dead peer, so that the cause is elsewhere."""
+    """Return whether `error` only reports a dead peer. The cause is then elsewhere."""
     if isinstance(error, PeerLost):
         return True
-    # Only errors of torch's own collectives: a user's ConnectionResetError is a cause.
+    # Only errors from torch's collectives count. A user's ConnectionResetError is a cause.
     if not isinstance(error, dist.DistError) and type(error) is not RuntimeError:
         return False
     return has_meaning(str(error), Meaning.PEER_GONE)
 
 
 def dump(spec: RankSpec, error: BaseException) -> None:
-    """Save the flight record of a rank that fails with `error`. Never raises."""
+    """Save the flight record of a rank that failed with `error`. Never raises."""
     path = RunDir(Path(spec.run_dir)).attempt(spec.attempt).last_flights(spec.node_name, spec.generation)
     try:
         if not dist.is_initialized():
             return
-        # The record shows a failed collective as finished; `failed` marks that the newest one is not.
+        # The record shows a failed collective as finished, so `failed` marks that the newest one did not finish.
         record = {
             **_newest(_dump_fr_trace_json()),
             "rank": spec.rank,
@@ -126,7 +126,7 @@ def _serve(path: str) -> _WorkerServer | None:
 
 @contextmanager
 def _stderr_silenced() -> Iterator[None]:
-    """Suppress C++ output to stderr inside: warnings about the normal start and end of the server."""
+    """Suppress C++ output to stderr, such as warnings about the normal start and stop of the server."""
     kept, devnull = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(devnull, 2)

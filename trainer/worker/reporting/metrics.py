@@ -29,23 +29,23 @@ from trainer.worker.reporting.stderr_best_effort import write_stderr
 from trainer.worker.reporting.traffic import TrafficMeter
 
 EVERY = 50
-"""Steps between two comparisons; each is one all-gather of a few numbers in host memory."""
+"""Steps between two comparisons. A comparison is one all-gather of a few numbers in host memory."""
 Gather = Callable[[Sequence[float]], list[list[float]]]
 
 
 class RankComparison:
-    """Comparison of this rank's figures, averaged over EVERY steps, with those of all ranks; collective."""
+    """Comparison of figures, averaged over EVERY steps, among all ranks. Collective."""
 
     def __init__(self, gather: Gather | None = None) -> None:
-        """`gather` returns the rows of all ranks in order; None: over torch's default group."""
+        """`gather` returns the rows of all ranks in order. The default uses torch's default group."""
         self._gather = gather or _all_gather
         self._sums: dict[str, float] = {}
         self._steps = 0
 
     def add(self, step: int, seconds: Mapping[str, float], memory: Mapping[str, int]) -> dict[str, Any]:
-        """Add a step; all ranks add the same steps with the same names. Empty except at every EVERYth step of the run.
+        """Add a step and return the comparison, which is empty except at every EVERYth step of the run.
 
-        `seconds` are averaged, `memory` are peaks in bytes.
+        `seconds` are averaged, `memory` are peaks in bytes. All ranks add the same steps with the same names.
         """
         for name, value in seconds.items():
             self._sums[name] = self._sums.get(name, 0.0) + value
@@ -75,9 +75,9 @@ def _all_gather(row: Sequence[float]) -> list[list[float]]:
 
 
 def expert_loads(step: int, loads: Sequence[float], layers: int) -> dict[str, Any]:
-    """Return tokens per expert relative to the mean of its layer: minimum, median, maximum, and the maximum's expert.
+    """Return the minimum, median and maximum tokens per expert, relative to the mean of the expert's layer.
 
-    `loads`: totals over all ranks, layer by layer. Empty except at every EVERYth step of the run.
+    `loads` are totals over all ranks, layer by layer. The result is empty except at every EVERYth step of the run.
     """
     if step % EVERY or not loads or not sum(loads):
         return {}
@@ -95,9 +95,9 @@ def expert_loads(step: int, loads: Sequence[float], layers: int) -> dict[str, An
 
 
 def held_states(model: nn.Module, optimizer: torch.optim.Optimizer, parallel: ParallelConfig) -> dict[str, Any]:
-    """Return bytes of parameters, gradients (as when the optimizer steps) and optimizer state; call after a step.
+    """Return this rank's bytes of parameters, gradients and optimizer state. Call this after a step.
 
-    `on_host`: the bytes that `parallel.fsdp.offload` keeps in host memory.
+    `on_host` lists the kinds that `parallel.fsdp.offload` keeps in host memory.
     """
     weights = list(model.parameters())
     state = (value for held in optimizer.state.values() for value in held.values() if isinstance(value, torch.Tensor))
@@ -117,7 +117,7 @@ _NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
 class StepFigures:
-    """Builds the cost figures in a line of steps.jsonl."""
+    """Builder of the cost figures in a line of steps.jsonl."""
 
     def __init__(
         self,
@@ -128,14 +128,14 @@ class StepFigures:
         meter: TrafficMeter,
         comparison: RankComparison,
     ) -> None:
-        """`flops_per_step`: model FLOPs of one optimizer step over all ranks; None: unknown."""
+        """`flops_per_step` is the model FLOPs of one optimizer step over all ranks, or None if unknown."""
         self._device, self._world_size, self._flops = device, world_size, flops_per_step
         self._peak = 1e12 * config.train.peak_tflops or _peak(device, config.train.dtype)
         self._meter, self._bytes, self._bytes_due = meter, dict[str, int](), False
         self._comparison, self._seconds_before = comparison, 0.0
 
     def step_ended(self) -> None:
-        """Record the end of a step; call when its collectives have been submitted to torch."""
+        """Record the end of a step. Call this when its collectives have been submitted to torch."""
         if (found := self._meter.step_ended()) is not None:
             self._bytes, self._bytes_due = found, True
 
@@ -145,11 +145,10 @@ class StepFigures:
     ) -> dict[str, Any]:  # fmt: skip
         """Return the figures of a step that took `seconds`, including `stall` seconds for saves.
 
-        `sections`: this rank's own work in each section. `exposed`: seconds of communication not hidden by work,
-        measured in the previous step: in `reductions`, and in a pipeline in `receives` and `sends` between stages;
-        `receives` as a share of that step is reported as `bubble`. The rest of this step is `waiting`: for these, for
-        collectives within the passes, and for the host. All ranks call it for the same steps, because some steps
-        compare the ranks.
+        `sections` has this rank's own work in each section. `exposed` has the seconds of communication in the previous
+        step that no work hid: `reductions`, and in a pipeline `receives` and `sends` between stages. `bubble` is the
+        share of `receives` in that step. The rest of this step is `waiting` for communication and for the host. All
+        ranks must call this for the same steps, because some steps compare the ranks.
         """
         work = {name: round(value, 6) for name, value in sections.items()}
         waiting, memory = max(0.0, seconds - stall - sum(sections.values())), self._memory()
@@ -161,13 +160,13 @@ class StepFigures:
             figures["bubble"] = compared["bubble"] = round(exposed["receives"] / before, 4) if before > 0 else 0.0
         if ranks := self._comparison.add(step, compared, memory):
             figures["ranks"] = ranks
-        # Not in every line: it is the same for all steps of a generation.
+        # Not in every line, because it is the same for all steps of a generation.
         if self._bytes and (self._bytes_due or ranks):
             figures["bytes"], self._bytes_due = self._bytes, False
         return figures
 
     def _memory(self) -> dict[str, int]:
-        """Return peaks since the rank began, in bytes; `resident` is the process's."""
+        """Return this process's memory peaks in bytes."""
         if self._device.type == "cuda":
             return {
                 "allocated": torch.cuda.max_memory_allocated(self._device),
@@ -193,15 +192,15 @@ def _peak(device: torch.device, dtype: str) -> float | None:
 
 
 BATCH_SECONDS = 1.0
-"""Lines that arrive within this time after a write are written together."""
+"""Lines that arrive within this many seconds after a write are written together."""
 MOST_CHARACTERS = 16 << 20
-"""Maximum characters queued for a hanging file; further lines are lost."""
+"""Maximum characters queued for a hanging file. Further lines are lost."""
 
 
 class LinesBehind:
-    """Background writer of lines in order, within BATCH_SECONDS while the file responds.
+    """Background writer that writes lines in order, within BATCH_SECONDS while the file responds.
 
-    Only `flush` and `close` wait for the file. The writer thread calls `open_file` at the first line, and `lost` with
+    Only `flush` and `close` wait for the file. The writer thread opens the file at the first line. It calls `lost` with
     the reason when lines cannot be written.
     """
 
@@ -230,14 +229,14 @@ class LinesBehind:
             self._lost("too many lines are queued for a hanging file; further lines are lost until it responds")
 
     def flush(self, seconds: float) -> bool:
-        """Write all appended lines now and wait at most `seconds`; return whether it is done."""
+        """Write all appended lines now, wait at most `seconds`, and return whether all are written."""
         with self._news:
             self._hurry = True
             self._news.notify_all()
             return self._news.wait_for(lambda: not (self._lines or self._writing), seconds)
 
     def close(self, seconds: float = 5.0) -> None:
-        """Flush, then let the thread close the file once it has written the rest."""
+        """Flush, and let the thread close the file after it has written the remaining lines."""
         if not self.flush(seconds):
             self._lost("its file still hangs at the end")
         with self._news:
@@ -272,7 +271,7 @@ class LinesBehind:
 
 
 class BestEffortLines:
-    """JSON lines that may be lost, which is reported on stderr: a full disk must not kill a training rank."""
+    """Writer of JSON lines. It reports lost lines on stderr, because a full disk must not kill a training rank."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, LineFile(path)
@@ -288,10 +287,10 @@ class BestEffortLines:
 
 
 WORK_LOG = "ORCH_WORK_LOG"
-"""Environment variable: every rank immediately writes a line for every step. For tests and for checking a run; with
-many ranks it overloads a shared file system."""
+"""Environment variable that makes every rank write a line for every step immediately. It is for tests and for checking
+a run; with many ranks it overloads a shared file system."""
 SETTLE_SECONDS = 1.0
-"""Longest wait of a save for the lines of earlier steps, in seconds."""
+"""Maximum seconds that a save waits for the lines of earlier steps."""
 
 
 def _report_lost_steps(why: str) -> None:
@@ -299,12 +298,12 @@ def _report_lost_steps(why: str) -> None:
 
 
 class Journal:
-    """Records of one rank in its attempt's folder; also safe to call from the checkpointer's thread."""
+    """Records of one rank in its attempt's folder. The checkpointer's thread may call it too."""
 
     def __init__(
         self, attempt: AttemptDir, spec: RankSpec, on_saves: Callable[[str, int], None] = lambda trouble, size: None
     ) -> None:
-        """`on_saves` gets the reason and bytes when saves fail, and an empty reason when they work again."""
+        """`on_saves` receives the reason and bytes when saves fail, and an empty reason when they work again."""
         self._spec, self._on_saves, self._trouble = spec, on_saves, SaveTrouble()
         self._work = BestEffortLines(attempt.work_log(spec.node_name)) if os.environ.get(WORK_LOG) else None
         self._steps = LinesBehind(lambda: LineFile(attempt.metrics), _report_lost_steps) if spec.rank == 0 else None
@@ -320,14 +319,14 @@ class Journal:
         return {"time": time.time(), "attempt": self._spec.attempt, "generation": self._spec.generation}
 
     def event(self, kind: EventKind, /, **data: Any) -> None:
-        """Write an event; like every line here, it is lost if the disk is full."""
+        """Write an event. It is lost if the disk is full."""
         try:
             self._events.write(kind, **data)
         except OSError as error:
             write_stderr(f"orch: event {kind} {data} is lost: {error}")
 
     def checkpoint(self, kind: str, data: dict[str, Any]) -> None:
-        """Write an event of the checkpointer, which repeats it if this raises OSError."""
+        """Write a checkpointer event. If this raises OSError, the checkpointer repeats the event."""
         if self._trouble.note(kind, data):  # first: a disk that is full for checkpoints may be full for events
             self._on_saves(self._trouble.text, self._trouble.size)
         if kind == EventKind.CHECKPOINT_COMMITTED:
@@ -337,7 +336,7 @@ class Journal:
         self._events.write(EventKind(kind), **data)
 
     def record_stall(self, step: int, seconds: float) -> None:
-        """Record that training waited `seconds` for the save of `step`; its commit event has the sum."""
+        """Record that training waited `seconds` for the save of `step`. The commit event reports the sum."""
         with self._stalls_lock:
             self._stalls[step] = self._stalls.get(step, 0.0) + seconds
 
@@ -346,24 +345,24 @@ class Journal:
         self.event(EventKind.CHECKPOINT_CADENCE, steps=steps, seconds=seconds, reason=reason)
 
     def log_work(self, step: int) -> None:
-        """Record that this rank has trained `step`, to prove that none was trained twice at once (WORK_LOG)."""
+        """Record that this rank has trained `step`, as proof that no two processes trained it (WORK_LOG)."""
         spec = self._spec
         if self._work is not None:
             line = {"rank": spec.rank, "node": spec.node_name, "pid": os.getpid(), "step": step}
             self._work.write({**self._stamp(), **line})
 
     def step(self, step: int, **values: Any) -> None:
-        """Write one metric line; only on rank 0."""
+        """Write one metric line, on rank 0 only."""
         if self._steps is not None:
             self._steps.append(dump_line({**self._stamp(), "world": self._spec.world_size, "step": step, **values}))
 
     def settle(self) -> None:
-        """Write all lines so far, so that a restart repeats none; waits at most SETTLE_SECONDS, once if it hangs."""
+        """Write all lines so far, so that a restart repeats none. Wait at most SETTLE_SECONDS, or not if it hangs."""
         if self._steps is not None:
             self._settles = self._steps.flush(SETTLE_SECONDS if self._settles else 0.0)
 
     def record_validation(self, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
-        """Write one line and one event; only on rank 0."""
+        """Write one line and one event, on rank 0 only."""
         if self._spec.rank != 0:
             return
         found = {"step": step, "seconds": seconds, "metrics": dict(metrics)}

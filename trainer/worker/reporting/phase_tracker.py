@@ -28,7 +28,7 @@ SECONDS = 0.5
 
 
 class ProgressTicker:
-    """Thread that ticks from `start` to `stop`; a daemon, so that it never delays a rank's exit."""
+    """Thread that ticks from `start` to `stop`. It is a daemon, so that it never delays a rank's exit."""
 
     def __init__(self, cell: ProgressCell, seconds: float = SECONDS) -> None:
         self._cell, self._seconds = cell, seconds
@@ -50,14 +50,14 @@ class ProgressTicker:
 
 
 class ProgressLog:
-    """Periodic progress lines. Every restart notes its step, because the log continues."""
+    """Periodic progress lines. Every restart logs its step, because the log file continues."""
 
     def __init__(
         self, every: int | str, total: int, tokens_per_step: float | None = None, *,
         write: Callable[[str], None] = write_stderr, clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
-        """`every`: steps, or seconds with a unit, between two lines; 0: no lines. `total`: steps of the run."""
+        """`every` is the interval between lines, in steps or as a duration; 0: no lines. `total` is the run's steps."""
         self._tokens_per_step = tokens_per_step
         self._steps = every if isinstance(every, int) else 0
         self._seconds = parse_span(every) if isinstance(every, str) else None
@@ -76,7 +76,7 @@ class ProgressLog:
             self._write_line(f"resumed from step {step}: later steps logged above are trained again")
 
     def step(self, step: int, *, loss: float, lr: float, own: Mapping[str, float]) -> None:
-        """Record a finished step; a line covers all steps since the previous line."""
+        """Record a finished step. A line covers all steps since the previous line."""
         if not self._is_due(step):
             return
         now, trained = self._clock(), step - self._step
@@ -91,7 +91,7 @@ class ProgressLog:
         self._step, self._at, self._first = step, now, False
 
     def record_validation(self, step: int, seconds: float, numbers: Mapping[str, float]) -> None:
-        """Write the results of a validation after this step; its time does not count as step time."""
+        """Write the results of a validation after this step. Its duration does not count as step time."""
         self._at += seconds
         self._write_line("  ".join([f"validation after step {step}:", *_numbers(numbers), f"({seconds:.1f} s)"]))
 
@@ -117,13 +117,13 @@ _SECTION = {phase: index for index, phase in enumerate(SECTIONS)} | {Phase.COMPI
 
 
 class PhaseTracker:
-    """Tracker of one generation's phases, from its first step on; costs a few microseconds per step."""
+    """Tracker of one generation's phases from its first step on. It costs a few microseconds per step."""
 
     def __init__(
         self, cell: ProgressCell, stopwatch: Stopwatch, *, compiles: bool = False,
         waits: WaitMeter | None = None,
     ) -> None:  # fmt: skip
-        """`compiles`: the first forward pass compiles the model. `waits`: None measures with the host's clock."""
+        """With `compiles`, the first forward pass compiles the model. `waits` defaults to the host's clock."""
         self._cell, self._stopwatch, self._compiles = cell, stopwatch, compiles
         self._messages = 0
         self._moment: StageActivity | None = None
@@ -133,14 +133,14 @@ class PhaseTracker:
         self._before = [0] * len(SECTIONS)
         self._last_total = [0] * len(SECTIONS)
         self.last_step = [0] * len(SECTIONS)
-        """Nanoseconds of own work in each of SECTIONS in the newest step; on a GPU, as measured by then."""
+        """Nanoseconds of own work in each of SECTIONS in the newest step; on a GPU, as far as it has been measured."""
         self.reductions = 0.0
         """Seconds that this rank waited in collectives of the step before the newest one."""
         self._waits = waits or WaitMeter(HostClock())
         self._first = True
 
     def enter(self, phase: Phase, moment: StageActivity | None = None) -> None:
-        """Enter a phase; `moment`: this rank's activity in a pipeline phase."""
+        """Enter a phase. `moment` is this rank's activity in a pipeline phase."""
         if phase is Phase.FORWARD and self._compiles:
             phase, self._compiles = Phase.COMPILE, False
         self._phase, self._moment = phase, moment
@@ -150,7 +150,7 @@ class PhaseTracker:
         self._stopwatch.switch_to(self._section)
 
     def pass_callback(self, phase: Phase, moment: StageActivity) -> Callable[[], None]:
-        """Return a callback that enters this phase in a pipeline pass; in an evaluation only the moment changes."""
+        """Return a callback that enters this phase in a pipeline pass. In an evaluation, it changes only the moment."""
         cell, stopwatch, counters, section = self._cell, self._stopwatch, self._counters, _SECTION[phase]
 
         def begin() -> None:
@@ -170,7 +170,7 @@ class PhaseTracker:
         return begin
 
     def wait_callback(self, moment: StageActivity) -> Callable[[], None]:
-        """Return a callback for a wait for another stage within the phase, which does not count as work."""
+        """Return a callback for the start of a wait for another stage. The wait does not count as work."""
         begin_moment = partial(self._cell.begin_moment, moment)
         if not self._stopwatch.counts_waits:
             return begin_moment
@@ -182,17 +182,17 @@ class PhaseTracker:
         return begin
 
     def wait_end_callback(self) -> Callable[[], None] | None:
-        """Return a callback for the end of a message or wait, or None; the next activity begins its own moment."""
+        """Return a callback for the end of a message or wait, or None. The next activity starts its own moment."""
         if not self._stopwatch.counts_waits:
             return None
         return lambda: self._stopwatch.switch_to(self._section)
 
     def begin_passes(self, stages: int) -> None:
-        """Begin the passes of a step on a rank with this many pipeline stages."""
+        """Start the passes of a step on a rank with this many pipeline stages."""
         self._cell.begin_passes(stages)
 
     def sent_callback(self, place: int, is_gradient: bool, micro_batch: int) -> Callable[[], None]:
-        """Return a callback that records a sent message, as `ProgressCell.record_sent`; no effect in an evaluation."""
+        """Return a callback that calls `ProgressCell.record_sent`, except in an evaluation."""
         record = partial(self._cell.record_sent, place, is_gradient, micro_batch)
 
         def sent() -> None:
@@ -202,23 +202,23 @@ class PhaseTracker:
         return sent
 
     def count_message(self) -> None:
-        """Record immediately that this rank has begun to send and receive: gloo keeps no record of messages."""
+        """Record immediately that this rank has started to send and receive, because gloo does not record messages."""
         self._messages += 1
         self._cell.update(collective=self._begun())
 
     @contextmanager
     def show_ring_wait(self, source: int) -> Iterator[None]:
-        """Inside, show that this rank waits for a message from world rank `source`; then restore its old moment."""
+        """Show that this rank waits for a message from world rank `source`. Restore its old moment at exit."""
         self._cell.begin_moment(StageActivity(Activity.WAIT_IN_RING, source, -1))
         yield
         self._cell.begin_moment(self._moment)
 
     def pause(self) -> None:
-        """Stop counting work: a wait for peers, or a message to them, follows."""
+        """Stop counting work, because a wait for peers or a message to them follows."""
         self._stopwatch.switch_to(None)
 
     def begin_wait(self) -> None:
-        """Pause for collectives that no work hides; ends like a pause, or with the next phase."""
+        """Pause for collectives that no work hides. The pause ends with `resume` or with the next phase."""
         self.pause()
         self._waits.begin()
 
@@ -231,7 +231,7 @@ class PhaseTracker:
         return sum([count() for count in self._counters])
 
     def begin_slow_phase(self, phase: Phase) -> None:
-        """Leave the step, within a phase, for a slow operation outside its sections; may be nested."""
+        """Interrupt the current phase for a slow operation that is not part of the step. Calls may be nested."""
         self._slow_depth += 1
         if self._slow_depth == 1:
             self._cell.enter(phase, self._begun())
@@ -247,7 +247,7 @@ class PhaseTracker:
                 self.resume()
 
     def step_ended(self, step: int) -> None:
-        """Record own work up to the end of `step`, without the first step, which allocates and compiles."""
+        """Record own work up to the end of `step`, excluding the first step, which allocates and compiles."""
         self._section = None
         self._stopwatch.switch_to(None)
         self.reductions = self._waits.step_ended()
@@ -261,7 +261,7 @@ class PhaseTracker:
 
 
 def _counters() -> list[Callable[[], int]]:
-    """Return functions that count the collectives begun in each group of this rank: 0.1 microseconds each."""
+    """Return functions that count the collectives started in each group of this rank. A call takes 0.1 microseconds."""
     found = []
     world = c10d._world.default_pg
     groups: list[Any] = [group for group in c10d._world.pg_map if group is world or group.size() > 1]
@@ -278,12 +278,12 @@ _current: list[PhaseTracker] = []
 
 
 def current_tracker() -> PhaseTracker | None:
-    """Return the tracker of this rank; None outside a rank, and before it trains."""
+    """Return the tracker of this rank, or None outside a rank and before training."""
     return _current[0] if _current else None
 
 
 def _report_compilations(tracker: PhaseTracker) -> None:
-    """Report compilations: a new shape may be compiled in any step, in the forward or the backward pass."""
+    """Report compilations. Any step may compile a new shape, in its forward or its backward pass."""
     from torch._dynamo.callback import callback_handler
 
     callback_handler.register_start_callback(lambda _: tracker.begin_slow_phase(Phase.COMPILE))
@@ -297,14 +297,14 @@ def phase_tracker(cell: ProgressCell, model: nn.Module, device: torch.device) ->
     _current[:] = [tracker]
     if is_compiled(model):
         _report_compilations(tracker)
-    if device.type != "cpu":  # on the CPU a waiting thread does not run, and is not measured
+    if device.type != "cpu":  # on the CPU, a waiting thread uses no CPU time, so it is not measured
         exclude_fsdp_waits(model, tracker.pause, tracker.resume)
     return tracker
 
 
 @contextmanager
 def waiting_for_peers(device: torch.device) -> Iterator[None]:
-    """Mark a wait for peers, which a GPU's stream measures as work; no-op on the CPU."""
+    """Mark a wait for peers, which a GPU's stream would measure as work. No-op on the CPU."""
     tracker = current_tracker()
     if tracker is None or device.type == "cpu":
         yield

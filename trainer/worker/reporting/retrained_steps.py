@@ -1,4 +1,4 @@
-"""Steps that a restart trains again, compared with their earlier records."""
+"""Comparison of steps that a restart trains again with their earlier records."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -11,32 +11,32 @@ from trainer.worker.reporting.stderr_best_effort import write_stderr
 from trainer.worker.restore_test.comparison import find_difference, has_other_code
 
 TAIL_BYTES = 1 << 20
-"""Maximum bytes read from a steps file: thousands of lines."""
+"""Maximum bytes read from a steps file, enough for thousands of lines."""
 
 MAX_ATTEMPTS = 20
 """Maximum number of attempts whose steps are read."""
 
 _NUMERIC = ("model", "train", "optimizer", "data", "parallel", "workload", "env", "validation")
-"""Sections of the configuration on which the numbers of a step depend; ranks and threads are compared by line."""
+"""Configuration sections that affect a step's numbers. Ranks and software, with its threads, are compared by line."""
 
 _EQUAL = ("position", "software")
 """Values that must be equal in two lines for their numbers to be comparable."""
 
 Recorded = Mapping[int, Sequence[Mapping[str, Any]]]
-"""Lines of steps.jsonl by step; a step may have been trained more than once."""
+"""Lines of steps.jsonl by step. A step may have been trained more than once."""
 
 
 class RetrainedSteps:
-    """Comparison of steps after a restart with those before it; reports the first difference."""
+    """Comparison of steps after a restart with those before it. It reports the first difference."""
 
     def __init__(
         self, recorded: Recorded, world: int, explains: Callable[[int], bool], report: Callable[[int, str], object]
     ) -> None:
-        """`explains(attempt)`: whether the code has changed since that attempt. `report` gets step and reason."""
+        """`explains(attempt)` returns whether the code has changed since then. `report` receives step and reason."""
         self._recorded, self._world, self._explains, self._report = recorded, world, explains, report
 
     def step_ended(self, step: int, values: Mapping[str, Any]) -> None:
-        """Compare loss, gradient norm and learning rate bit for bit; end at the first step that cannot be equal."""
+        """Compare loss, gradient norm and learning rate bit for bit. Stop at the first step that differs."""
         known = self._recorded.get(step)
         if not known:  # never trained before, or the line was lost
             return
@@ -76,7 +76,7 @@ def read_retrained(run: RunDir, attempt: int, restored: int) -> Recorded:
 
 
 def _numeric_settings(run: RunDir, attempt: int) -> dict[str, Any]:
-    """Return the parts of an attempt's configuration that can change a number. Raises OSError or ValueError."""
+    """Return the parts of an attempt's configuration that affect numbers. Raises OSError or ValueError."""
     config = read_json(run.attempt_config(attempt))
     if not isinstance(config, dict):
         raise ValueError(f"{run.attempt_config(attempt)} has no settings")
@@ -93,7 +93,7 @@ def has_new_code(run: RunDir, before: int, now: int) -> bool:
 
 
 def _last_lines(run: RunDir, number: int) -> list[dict[str, Any]]:
-    """Return the last complete lines; the first line read is usually incomplete."""
+    """Return the last complete lines. The first line read is usually incomplete and is skipped."""
     lines = list[dict[str, Any]]()
     try:
         with run.attempt(number).metrics.open("rb") as stream:

@@ -1,4 +1,4 @@
-"""Writes to stderr that never raise: a rank's log may be on the full disk."""
+"""Writes to stderr that never raise, because a rank's log may be on a full disk."""
 
 import contextlib
 import sys

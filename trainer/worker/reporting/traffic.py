@@ -21,22 +21,22 @@ _SIZES = {
     "Double": 8, "Long": 8, "Float": 4, "Int": 4, "BFloat16": 2, "Half": 2, "Short": 2, "Byte": 1, "Char": 1, "Bool": 1,
 }  # fmt: skip
 _UNREADABLE = (KeyError, IndexError, TypeError, ValueError, RuntimeError)
-"""Errors from records of other torch versions; a figure must not end training."""
+"""Errors from records of other torch versions. They must not end training."""
 _MEASURED_STEP = 2
-"""Number within the generation; the first step includes set-up that later ones do not repeat."""
+"""Number within the generation. The first step includes set-up that later steps do not repeat."""
 
 
 class TrafficMeter:
-    """Meter of a generation's second step; the result holds for every step of the same shape."""
+    """Meter of a generation's second step. The result holds for every step of the same shape."""
 
     def __init__(
         self, groups: Mapping[str, str], dumps: Sequence[Callable[[], str | bytes]] | None = None,
         unrecorded: Mapping[str, Callable[[], int]] | None = None,
     ) -> None:  # fmt: skip
-        """`groups`: mesh dimension by process group name; other groups, such as those of saves, do not count.
+        """Create a meter. `groups` maps process group names to mesh dimensions; other groups do not count.
 
-        `dumps`: sources of records; None: torch's recorders of this rank. `unrecorded`: by dimension, the total bytes
-        sent so far in messages without a record.
+        `dumps` are the sources of records, by default torch's recorders of this rank. `unrecorded` returns, for each
+        dimension, the total bytes sent so far in messages without a record.
         """
         self._groups, self._dumps = groups, _recorders() if dumps is None else dumps
         self._unrecorded = unrecorded or {}
@@ -45,7 +45,7 @@ class TrafficMeter:
         self._sent: Counter[str] = Counter()
 
     def step_ended(self) -> dict[str, int] | None:
-        """End a step; return the measurement at the second step (empty if records are lost), else None."""
+        """End a step. Return the measurement after the second step (empty if records are lost), otherwise None."""
         self._steps += 1
         if self._steps > _MEASURED_STEP:
             return None
@@ -81,7 +81,7 @@ class TrafficMeter:
 
 
 def group_dimensions(layout: Layout) -> dict[str, str]:
-    """Return the mesh dimension by process group name; a group of all ranks is torch's default group."""
+    """Return the mesh dimension by process group name. Torch's default group is `world`."""
     own = [
         *([layout.sequence_ranks] if layout.sequence_mesh else []),
         *([layout.expert_mesh] if layout.expert_mesh else []),
@@ -92,7 +92,7 @@ def group_dimensions(layout: Layout) -> dict[str, str]:
 
 
 def message_counters(model: nn.Module, device: torch.device) -> dict[str, Callable[[], int]]:
-    """Return bytes of messages between stages or ranks that share sequences, which NCCL records but gloo does not."""
+    """Return counters for the bytes between stages and between ranks that share sequences, unrecorded by gloo."""
     if device.type != "cpu":
         return {}
     attention, pipeline = find_shared_attention(model), find_pipeline(model)

@@ -1,4 +1,4 @@
-"""Time of a rank's own work by section, and its waits in collectives."""
+"""Timers for a rank's own work by section, and for its waits in collectives."""
 
 import time
 from collections import deque
@@ -20,11 +20,11 @@ class DeviceClock(Protocol):
         """Return a mark of this point."""
 
     def seconds(self, first: Any, last: Any) -> float:
-        """Return the seconds between two marks; may wait for the device to reach them."""
+        """Return the seconds between two marks. May wait for the device to reach them."""
 
 
 class HostClock:
-    """CPU clock: work is complete when the call returns."""
+    """CPU clock, where work is complete when its call returns."""
 
     mark = staticmethod(time.perf_counter)
 
@@ -51,7 +51,7 @@ def device_clock(device: torch.device) -> DeviceClock:
 
 
 class WaitMeter:
-    """Seconds waited in each step."""
+    """Meter of the seconds waited in each step."""
 
     def __init__(self, clock: DeviceClock) -> None:
         self._clock = clock
@@ -60,18 +60,18 @@ class WaitMeter:
         self._before: list[tuple[Any, Any]] = []
 
     def begin(self) -> None:
-        """Begin a wait."""
+        """Start a wait."""
         self.end()
         self._begun = self._clock.mark()
 
     def end(self) -> None:
-        """End the wait, if one has begun."""
+        """End the current wait, if any."""
         if self._begun is not None:
             self._step.append((self._begun, self._clock.mark()))
             self._begun = None
 
     def step_ended(self) -> float:
-        """End a step and return the seconds waited in the step before it, which a GPU has finished by now."""
+        """End a step and return the seconds waited in the previous step, which a GPU has finished by now."""
         self.end()
         ready, self._before, self._step = self._before, self._step, []
         return sum(self._clock.seconds(*wait) for wait in ready)
@@ -84,17 +84,17 @@ class Stopwatch(Protocol):
     """Sum of nanoseconds by section."""
 
     counts_waits: bool
-    """Whether a wait for a message counts as work unless the section is left meanwhile."""
+    """Whether a wait for a message counts as work unless the section is paused."""
 
     def switch_to(self, section: int | None) -> None:
-        """Count time for this section, or for none, from now on."""
+        """Count time for this section from now on, or for no section."""
 
     def total(self) -> list[int]:
-        """Return nanoseconds in each of `SECTIONS`, as measured so far."""
+        """Return the nanoseconds measured so far in each of `SECTIONS`."""
 
 
 class CpuStopwatch:
-    """Stopwatch of a CPU rank: running time of its thread, without waits; wall time for loading data."""
+    """Stopwatch of a CPU rank. It counts its thread's CPU time, which excludes waits, and wall time while loading."""
 
     counts_waits = False
 
@@ -116,12 +116,12 @@ class CpuStopwatch:
 
 
 class CudaStopwatch:
-    """Stopwatch of a GPU rank: time between completed events in its stream. Not exercised on a GPU yet."""
+    """Stopwatch of a GPU rank. It counts time between completed events in its stream. Not exercised on a GPU yet."""
 
     counts_waits = True
 
     def __init__(self, event: Callable[[], Any]) -> None:
-        """`event` creates a timing event: `torch.cuda.Event(enable_timing=True)`."""
+        """`event` creates a timing event, like `torch.cuda.Event(enable_timing=True)`."""
         self._event = event
         self._total = [0] * len(SECTIONS)
         self._section: int | None = None
@@ -161,7 +161,7 @@ def exclude_fsdp_waits(model: nn.Module, pause: Callable[[], None], resume: Call
     """Call `pause` and `resume` around every wait for parameters that FSDP gathers, and `pause` before its last wait.
 
     A stream waits for a collective as for a kernel, so a slow peer would otherwise look like own work. FSDP's hooks are
-    already installed, so ours run before them (prepended) and after them (appended).
+    already installed, so prepended hooks run before them and appended hooks run after them.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -172,7 +172,7 @@ def exclude_fsdp_waits(model: nn.Module, pause: Callable[[], None], resume: Call
 
 
 def _also_after_backward(pause: Callable[[], None]) -> Callable[[], None]:
-    """Also pause at the end of the backward pass, before FSDP's own callback waits for scattered gradients."""
+    """Return a function that pauses now and at the end of the backward pass, before FSDP waits for gradients."""
 
     def pause_twice() -> None:
         pause()
@@ -186,7 +186,7 @@ def _ignoring_arguments(call: Callable[[], None]) -> Callable[..., None]:
 
 
 def _when_gradient_arrives(call: Callable[[], None]) -> Callable[..., None]:
-    """Return a forward hook that calls `call` when the output's gradient arrives, as the module's backward begins."""
+    """Return a forward hook that calls `call` when the output's gradient arrives, at the start of its backward pass."""
 
     def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor) and output.requires_grad:

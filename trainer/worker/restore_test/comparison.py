@@ -1,4 +1,4 @@
-"""Recorded steps of a run, compared with those of a restore test, and what a difference proves."""
+"""Comparison of a run's recorded steps with those of a restore test, and conclusions from a difference."""
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from trainer.protocol.user_code.code_record import CodeRecord, changed_files, ch
 
 COMPARED = ("loss", "grad_norm", "lr")
 BOUNDED_STEPS = 5
-"""Maximum number of steps compared if bits may differ, because differences compound."""
+"""Maximum number of steps compared if bits may differ, because differences grow."""
 
 OTHER_SOFTWARE = "other_software"
 """Key of a recorded step that was trained with other versions, another device, other threads, or other code."""
@@ -25,18 +25,18 @@ BOUNDS = {
     "bfloat16": {"loss": 3e-4, "grad_norm": 3e-2},
     "float16": {"loss": 3e-4, "grad_norm": 3e-2},
 }
-"""Largest accepted relative differences in the first step on another layout or machine, by `train.dtype`; n times as
-much in the n-th step, since differences grow.
+"""Largest accepted relative differences in the first step on another layout or machine, by `train.dtype`. In the n-th
+step, n times as much is accepted, because differences grow.
 
-At least three times, mostly ten times the differences of healthy checkpoints on 1 to 8 ranks: see
-docs/restore-tests.md."""
+The bounds are at least three times, mostly ten times, the differences measured with healthy checkpoints on 1 to 8
+ranks. See docs/restore-tests.md."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Result of a comparison: `compared` steps trained by both, and the first `difference` in words.
+    """Result of a comparison: the number of steps `compared`, and the first `difference` in words.
 
-    `why_no_verdict`: why that difference proves nothing, judged by the recorded steps. `largest` is the largest
+    `why_no_verdict` is the reason why the recorded steps make the difference inconclusive. `largest` is the largest
     relative difference found.
     """
 
@@ -51,8 +51,8 @@ def recorded_steps(
 ) -> dict[int, list[dict[str, float]]]:
     """Return the records of these steps, with repetitions, from the run's attempts with the config `digest`.
 
-    They include the step after the last one, which a finished run computes as a probe. Steps trained with other
-    software than attempt `saved_by`, or other code than `code`, carry the key OTHER_SOFTWARE. Raises OSError.
+    They include the step after the last step, which a finished run computes as a probe. Steps trained with software
+    other than attempt `saved_by`'s, or code other than `code`, have the key OTHER_SOFTWARE. Raises OSError.
     """
     found: dict[int, list[dict[str, float]]] = {step: [] for step in steps}
     other = False
@@ -71,7 +71,7 @@ def recorded_steps(
 
 
 def _changed_software(attempt: AttemptDir, saved_by: int) -> bool:
-    """Return whether the attempt resumed a checkpoint of other software, after `saved_by` had begun."""
+    """Return whether the attempt resumed with different software, after `saved_by` had started."""
     if attempt.number < saved_by or not attempt.events.is_dir():
         return False
     events = [event for path in sorted(attempt.events.glob("ranks-*.jsonl")) for event in read_events(path)[0]]
@@ -80,7 +80,7 @@ def _changed_software(attempt: AttemptDir, saved_by: int) -> bool:
 
 
 def has_other_code(attempt: AttemptDir, code: CodeRecord | None) -> bool:
-    """Return whether the attempt trained with other code, or with packages not known to be the same."""
+    """Return whether the attempt trained with other code, or with packages that are not known to be the same."""
     if code is None:
         return False
     theirs = CodeRecord.read(attempt.code)
@@ -90,7 +90,7 @@ def has_other_code(attempt: AttemptDir, code: CodeRecord | None) -> bool:
 
 
 def other_packages(run: RunDir, saved_by: int, code: CodeRecord | None) -> list[str]:
-    """Describe the packages that differ from those of the saving attempt, or else the newest. Raises OSError."""
+    """Describe the packages that differ from those of the attempt that saved, or else the newest. Raises OSError."""
     attempts = [attempt for attempt in run.all_attempts() if attempt.number == saved_by] or run.all_attempts()[-1:]
     if code is None or code.packages is None or not attempts:
         return []
@@ -132,10 +132,10 @@ def compare(
     *,
     exact: bool,
 ) -> Comparison:
-    """Compare the test's steps with the run's: bit for bit if `exact` and the run had the same software. Pure.
+    """Compare the test's steps with the run's, bit for bit if `exact` and the run had the same software.
 
-    Otherwise `bounds` apply, which hold for the first step. A run may have trained a step more than once: one
-    repetition that agrees is enough.
+    Otherwise `bounds` apply, which are given for the first step. A run may have trained a step more than once; it is
+    enough if one repetition agrees.
     """
     compared, largest, first = 0, 0.0, min(mine, default=0)
     for step, values in sorted(mine.items()):
@@ -180,11 +180,11 @@ def _disagreement(
 
 
 TINY = 1e-9
-"""Smallest magnitude for relative differences, so that numbers near zero do not exaggerate them."""
+"""Minimum denominator of a relative difference, so that numbers near zero do not exaggerate it."""
 
 
 def relative_difference(one: float, other: float) -> float:
-    """Return the relative difference; 0 for equal bits, infinite if one of them is NaN."""
+    """Return the relative difference, which is 0 for equal bits and infinite if one number is NaN."""
     if one == other or repr(one) == repr(other):
         return 0.0
     size = abs(one - other) / max(abs(one), abs(other), TINY)
@@ -197,7 +197,7 @@ STATE_ELSEWHERE = (
     "or are not reproducible"
 )
 _SUMS_ONLY = frozenset({"threads", "cpu", "cpu_model", "kernel_settings"})
-"""Software facts that, like another layout, only change the order of sums."""
+"""Software facts that only change the order of sums, like another layout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +219,7 @@ class Conditions:
     differs: Collection[str] = ()
     """Identity fields (code.user, env.torch) that differ from the run's."""
     software: Mapping[str, Any] = field(default_factory=dict)
-    """Software of the checkpoint that differs from the present one."""
+    """Software of the checkpoint that differs from the current software."""
 
     @property
     def exact(self) -> bool:
@@ -239,11 +239,11 @@ def why_not_compared(now: Conditions) -> str:
 def why_no_verdict(now: Conditions) -> str:
     """Return why a difference proves nothing about the checkpoint; empty if it proves a fault.
 
-    Bytes and values were already found to be as saved. A further difference proves a fault if layout, code, data,
-    software and deterministic kernels are equal, and the program is known to continue from a checkpoint with equal
-    steps: it is the built-in workload, or promises equality and has shown it. A difference beyond the bounds also
-    proves a fault where they were measured: for dense float32 models of the built-in workload that differ only in
-    layout.
+    At this point, bytes and values are known to be as saved. A difference proves a fault if layout, code, data and
+    software are equal, kernels are deterministic, and the program is known to reproduce steps after a restart: it is
+    the built-in workload, or it promises equality and has shown it in an earlier test. A difference beyond the bounds
+    also proves a fault for the models with which they were measured: dense float32 models of the built-in workload,
+    where only the layout differs.
     """
     if now.differs:
         return f"{', '.join(sorted(now.differs))} differ from what the run was trained with"

@@ -1,4 +1,4 @@
-"""Steps of a restore test on every rank: examine, restore, train, compare, write the verdict."""
+"""Restore test on every rank: examine, restore, train, compare, write the verdict."""
 
 import json
 import time
@@ -51,7 +51,7 @@ from trainer.worker.workload import WorkloadError
 
 
 class RestoreTestJournal(Journal):
-    """A journal that also keeps the recorded steps in memory, for the comparison."""
+    """Journal that also keeps the recorded steps in memory for the comparison."""
 
     def __init__(self, attempt: AttemptDir, spec: RankSpec) -> None:
         super().__init__(attempt, spec)
@@ -69,13 +69,13 @@ class RestoreTestJournal(Journal):
 
 
 class ComparedCheckpoint(ReadOnlyCheckpoint):
-    """A checkpoint that checks fingerprints right after loading, before an optimizer's train mode changes weights."""
+    """Checkpoint that checks fingerprints right after loading, before an optimizer's train mode changes weights."""
 
     faults: Sequence[str] = ()
 
     def restore(self, tensors: Mapping[str, Tensor] | TensorsFor, optional_keys: OptionalKeys = ONLY_RNG) -> Restored:
         def make_targets(extra: dict[str, Any]) -> Mapping[str, Tensor]:
-            """Make the tensors; if a rank refuses the checkpoint, all raise, so none waits in the next exchange."""
+            """Allocate the tensors. If a rank refuses the checkpoint, all ranks raise, so none waits for a peer."""
             made, reason = dict[str, Tensor](), ""
             try:
                 made = dict(tensors(extra) if callable(tensors) else tensors)
@@ -91,7 +91,7 @@ class ComparedCheckpoint(ReadOnlyCheckpoint):
 
 
 class RestoreTestRun:
-    """A test on one rank; all ranks call `run` and get the same result."""
+    """Restore test on one rank. All ranks call `run` and get the same result."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class RestoreTestRun:
         journal: RestoreTestJournal,
         attempt: AttemptDir,
     ) -> None:
-        """Create two process groups: collective."""
+        """Create two process groups. Collective."""
         self._order, self._config, self._objects = order, config, objects
         self._journal, self._attempt = journal, attempt
         self.source = ComparedCheckpoint(order.place, order.checkpoint, journal.checkpoint, world)
@@ -113,14 +113,14 @@ class RestoreTestRun:
         self._software: dict[str, Any] = {}
 
     def record_other_software(self, step: int, changes: dict[str, Any], ranks: dict[str, int]) -> None:
-        """Store the checkpoint's software that differs from the present one on any rank; equal on all ranks."""
+        """Store how the checkpoint's software differs from the current software of any rank. Equal on all ranks."""
         self._software = changes
 
     def run(self, state: TrainState, train: Callable[[int], ExitCode]) -> ExitCode:
-        """Execute the order: FINISHED with a verdict, STOPPED_AFTER_SAVE without one.
+        """Execute the order. Return FINISHED with a verdict, or STOPPED_AFTER_SAVE without a verdict.
 
-        `train` trains up to a step. Errors that prove nothing about the checkpoint are raised: an unreadable place, a
-        lost peer.
+        `train` trains up to a step. Errors that prove nothing about the checkpoint are raised, such as an unreadable
+        folder or a lost peer.
         """
         fault = self._examine()
         if fault:
@@ -139,7 +139,7 @@ class RestoreTestRun:
         return self._conclude(*self._compare(self._conditions(drawn)))
 
     def _conditions(self, drawn: bool = False) -> Conditions:
-        """Collective: return the conditions of this test, the same on all ranks."""
+        """Return the conditions of this test, which are the same on all ranks. Collective."""
         device, made, config = self._objects.layout.device, self._objects.workload, self._config
         deterministic = bool(getattr(made, "strictly_deterministic", False))
         known_data = getattr(unwrap_data(self._objects.data), "fingerprint", None) is not None
@@ -152,7 +152,7 @@ class RestoreTestRun:
         )  # fmt: skip
 
     def _examine(self) -> str:
-        """Read a share of all bytes on every rank, and return the fault that rank 0 derives from all reports."""
+        """Read a share of all bytes on every rank, and return the fault that rank 0 finds in the reports."""
         order, ranks, storage = self._order, self._ranks, open_storage(self._order.place)
         share = AuditShare(ranks.rank, ranks.size)
         mine = result_or_failed(lambda: dump_line(asdict(audit_share(order, storage, share))))
@@ -217,7 +217,7 @@ class RestoreTestRun:
         return f"{OTHER_WORDS}: {shorten(packages)}" if packages else OTHER_WORDS
 
     def _changed_data(self) -> str:
-        """Collective: return a token shard that has changed since it was prepared; each rank reads some of them."""
+        """Describe a token shard that has changed since it was prepared. Each rank reads some shards. Collective."""
         data, ranks = unwrap_data(self._objects.data), self._ranks
 
         def find_changed() -> str:
@@ -262,7 +262,7 @@ class RestoreTestRun:
         return Outcome.RESTORED, f"restored on {ranks}; {found['same']}"
 
     def _conclude(self, outcome: Outcome, reason: str) -> ExitCode:
-        """Write the verdict on rank 0, first to the test's own folder. A test without a verdict has not ended."""
+        """Write the verdict on rank 0, first to the test's own folder. Without a verdict, the test has not finished."""
         verdict = RestoreVerdict(outcome=outcome, reason=reason, evidence=self._evidence)
 
         def write() -> dict[str, Any]:
@@ -277,7 +277,7 @@ class RestoreTestRun:
         return ExitCode.FINISHED
 
     def _on_leader(self, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Run `act` on rank 0 and return its JSON on every rank; raises OSError on all of them if it fails."""
+        """Run `act` on rank 0 and return its JSON on every rank. Raises OSError on all ranks if it fails."""
         mine: str | Failed | None = result_or_failed(lambda: dump_line(act())) if self._ranks.leads else None
         found: dict[str, Any] = json.loads(self._require_answers([self._ranks.broadcast(mine)])[0])
         return found
@@ -322,7 +322,7 @@ def run_restore_test(order: RestoreTestOrder, session: RankSession) -> ExitCode:
 
 
 def audit_share(order: RestoreTestOrder, storage: Storage, share: AuditShare) -> Report:
-    """Verify this rank's share of the checkpoint at the order's level; raises OSError unless it exists."""
+    """Verify this rank's share of the checkpoint at the order's level. Raises OSError if it does not exist."""
     require_checkpoint(order, storage)
     if order.level not in AUDITS:
         return verify_checkpoint(storage, order.checkpoint, order.level, choose=share.take_chunks)
@@ -330,13 +330,13 @@ def audit_share(order: RestoreTestOrder, storage: Storage, share: AuditShare) ->
 
 
 def find_fault(order: RestoreTestOrder, storage: Storage, report: Report) -> str:
-    """Return the fault of a checkpoint, from the `report` of all ranks or from its origin; empty if it is sound.
+    """Return the fault found by the `report` of all ranks or in the checkpoint's origin; empty if it is sound.
 
-    Raises OSError if the checkpoint is unreadable now, deleted or not visible. None of these proves damage.
+    Raises OSError if the checkpoint is currently unreadable, deleted or not visible, which does not prove damage.
     """
     faults = [fault for fault in report.faults if fault.is_damage]
     if report.faults:
-        require_checkpoint(order, storage)  # a vanished file system looks like missing files
+        require_checkpoint(order, storage)  # a file system that is gone looks like missing files
         if not faults:
             raise OSError(f"{order.place}/{order.checkpoint}: {report.faults[0]}")
         more = len(faults) - 1
@@ -345,7 +345,7 @@ def find_fault(order: RestoreTestOrder, storage: Storage, report: Report) -> str
 
 
 def require_checkpoint(order: RestoreTestOrder, storage: Storage) -> None:
-    """Raise OSError unless the checkpoint is committed where it should be."""
+    """Raise OSError unless the checkpoint exists and is committed."""
     try:
         read_commit(storage, order.checkpoint)
     except CheckpointError:
@@ -354,18 +354,18 @@ def require_checkpoint(order: RestoreTestOrder, storage: Storage) -> None:
         if order.checkpoint in storage.list(""):
             files = storage.list(order.checkpoint)
             if len(files) > 1 and "DELETED" not in files:
-                return  # only COMMIT is missing: that is damage
+                return  # only COMMIT is missing, which is damage
         raise OSError(f"{order.place}/{order.checkpoint} is missing: deleted, or not visible on this node") from error
 
 
 def saving_attempt(order: RestoreTestOrder) -> int:
-    """Return the attempt that saved the checkpoint; 0 if the run started from it."""
+    """Return the attempt that saved the checkpoint, or 0 if the run started from it."""
     parts = parse_name(order.checkpoint)
     return parts.attempt if parts is not None and order.config_digest else 0
 
 
 def _origin_fault(order: RestoreTestOrder, storage: Storage) -> str:
-    """Return the fault of a rewritten manifest, or of a checkpoint saved with another config."""
+    """Return a fault if the manifest was rewritten or the checkpoint was saved with another config, else empty."""
     digest = read_manifest_digest(storage, order.checkpoint)
     if order.manifest and digest != order.manifest:
         return f"MANIFEST: was rewritten: its digest is {digest}, not {order.manifest}, as recorded at its commit"

@@ -22,7 +22,7 @@ from trainer.parallel.apply.mesh import Layout, all_gather_json
 from trainer.worker.saved_state.rng_state import generators_fault, origin_fault, rng_name
 
 TensorMetadata = list[Any]
-"""In JSON: a tensor's dtype, shape, type of device, and whether it is sharded; None: like its parameter."""
+"""A tensor's dtype, shape, device type, and whether it is sharded (None: like its parameter), in JSON."""
 
 
 def tensor_metadata(tensor: torch.Tensor) -> TensorMetadata:
@@ -31,7 +31,7 @@ def tensor_metadata(tensor: torch.Tensor) -> TensorMetadata:
 
 
 def zeros(wanted: TensorMetadata, likes: Iterable[torch.Tensor | None], device: torch.device) -> torch.Tensor | None:
-    """Return a zero tensor of this form, sharded like the first of `likes` with its shape; None if none matches."""
+    """Return a zero tensor like `wanted`, sharded like the first of `likes` with its shape; None if none matches."""
     dtype, shape, kind, sharded = wanted
     for like in likes:
         if like is not None and list(like.shape) == shape and sharded in (None, isinstance(like, DTensor)):
@@ -42,9 +42,9 @@ def zeros(wanted: TensorMetadata, likes: Iterable[torch.Tensor | None], device: 
 
 
 def differing_tensors(tensors: Mapping[str, torch.Tensor]) -> set[str]:
-    """Return the names of plain tensors that differ between ranks; collective.
+    """Return the names of plain tensors that differ between ranks. Collective.
 
-    All differ if ranks have different names, shapes or types. DTensors have one value for all ranks.
+    If ranks have different names, shapes or types, all names are returned. DTensors never differ.
     """
     plain = {key: tensor for key, tensor in sorted(tensors.items()) if _has_values(tensor)}
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -63,7 +63,7 @@ def differing_tensors(tensors: Mapping[str, torch.Tensor]) -> set[str]:
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor has values to compare; the saver refuses tensors that cannot be saved."""
+    """Return whether the tensor has values to compare. The saver refuses tensors that cannot be saved."""
     plain = not isinstance(tensor, DTensor) and not is_traceable_wrapper_subclass(tensor)
     return plain and tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
 
@@ -78,7 +78,7 @@ _MODEL, _OPTIMIZER = "model/", "optimizer/"
 
 
 def expected_entries(manifest: Manifest) -> TensorExpectations:
-    """Return the expectations of a checkpoint saved by a rank of orch; none for others."""
+    """Return the expectations for a checkpoint that orch saved; none for other checkpoints."""
     if "config_digest" not in manifest.extra:
         return TensorExpectations()
     ranks = manifest.world.get("ranks")
@@ -94,13 +94,13 @@ def expected_entries(manifest: Manifest) -> TensorExpectations:
 
 
 def trained_keys(index: Index) -> set[str]:
-    """Return the keys of the parameters for which the optimizer holds state, that is, the trained ones."""
+    """Return the keys of the trained parameters, which are those with optimizer state."""
     holding = {key.removeprefix(_OPTIMIZER).partition("/")[0] for key in index.tensors if key.startswith(_OPTIMIZER)}
     return {key for key in index.tensors if key.startswith(_MODEL) and key.removeprefix(_MODEL) in holding}
 
 
 def buffer_slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield every slot of a persistent buffer, filled or None: its full name, its module, and its name there."""
+    """Yield every persistent buffer, even if it is None, as its full name, its module, and its name in the module."""
     for prefix, module in model.named_modules():
         for name in module._buffers:
             if name not in module._non_persistent_buffers_set:
@@ -108,7 +108,7 @@ def buffer_slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the persistent buffers by name; a shared buffer is listed under its first name."""
+    """Return the persistent buffers by name. A shared buffer is listed under its first name."""
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, module, key in buffer_slots(model):
@@ -120,7 +120,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers under `model/<name>`; a shared parameter has its first name."""
+    """Return parameters and persistent buffers by `model/<name>`. A shared parameter has its first name."""
     found = {f"model/{name}": parameter.detach() for name, parameter in model.named_parameters()}
     found.update({f"model/{name}": buffer for name, buffer in persistent_buffers(model).items()})
     return found
@@ -137,7 +137,7 @@ def buffers_name(rank: int) -> str:
 
 
 def rank_buffers(model: nn.Module, rank: int) -> dict[str, torch.Tensor]:
-    """Return the buffers that may differ between ranks, such as statistics and counters, under keys of this rank."""
+    """Return the buffers that may differ between ranks, such as statistics and counters, with this rank's keys."""
     return {f"{buffers_name(rank)}{name}": buffer for name, buffer in _own_buffers(model).items()}
 
 
@@ -157,11 +157,11 @@ def alike_on_all_ranks(model: nn.Module) -> set[str]:
 
 
 SHARED_NAMES = "shared_names"
-"""Key in a checkpoint's facts: other names of shared tensors -> the name under which each is saved."""
+"""Key in a checkpoint's facts. It maps other names of shared tensors to the names under which they are saved."""
 
 
 def shared_names(model: nn.Module) -> dict[str, str]:
-    """Return the additional `state_dict()` names of parameters and buffers with several names (tied embeddings)."""
+    """Return the other `state_dict()` names of parameters and buffers with several names, such as tied embeddings."""
     kept, first, found = model.state_dict().keys(), dict[int, str](), dict[str, str]()
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     for name, tensor in named:
@@ -174,7 +174,7 @@ _HASH_CHUNK = 64 * 1024 * 1024
 
 
 def weights_digest(model: nn.Module, layout: Layout) -> str | None:
-    """Return the XXH3-128 of all tensors in name order on rank 0, None elsewhere; collective."""
+    """Return the XXH3-128 digest of all tensors in name order on rank 0, and None on other ranks. Collective."""
     tensors = _own_tensors(model) if layout.sizes["pp"] == 1 else _tensors_of_stages(model, layout)
     digest = xxhash.xxh3_128()
     for name, tensor in tensors:
@@ -191,7 +191,7 @@ def _own_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _tensors_of_stages(model: nn.Module, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of all stages by name on rank 0; other ranks send theirs one at a time and yield nothing."""
+    """Yield the tensors of all stages by name on rank 0. Other ranks send theirs one at a time and yield nothing."""
     group, place = layout.pp.get_group(), layout.place["pp"]
     ranks = dist.get_process_group_ranks(group)
     tensors = {
@@ -206,7 +206,7 @@ def _tensors_of_stages(model: nn.Module, layout: Layout) -> Iterator[tuple[str, 
     for name, (dtype, shape), stage in sorted(known, key=lambda one: one[0]):
         tensor = next(own)[1] if stage == place else None
         if ranks[0] != 0:
-            continue  # with several pipelines that hold the same weights, one is enough
+            continue  # if several pipelines hold the same weights, one is enough
         if place == 0:
             if tensor is None:
                 tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=layout.device)
@@ -218,7 +218,7 @@ def _tensors_of_stages(model: nn.Module, layout: Layout) -> Iterator[tuple[str, 
 
 @contextmanager
 def _silence_redistribute_warning() -> Iterator[None]:
-    """Silence torch's warning that a doubly sharded tensor is gathered in two operations; once per run is fine."""
+    """Silence torch's warning that a doubly sharded tensor is gathered in two operations, which is fine here."""
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
     before, logger.disabled = logger.disabled, True
     try:

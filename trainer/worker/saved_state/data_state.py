@@ -1,4 +1,4 @@
-"""Position of a rank's data: a number, or a separate state for each data-parallel rank."""
+"""Position of a rank's data, which is a number or a separate state for each data-parallel rank."""
 
 import operator
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,11 @@ from trainer.worker.saved_state.object_state import ObjectState
 from trainer.worker.workload import WorkloadError
 
 FACTS = "data"
-"""Key of the state among the facts of a rank."""
+"""Key of the data state in a rank's facts."""
 
 
 class NotReshardable(WorkloadError):
-    """The state of the data was saved for another number of data-parallel ranks; the checkpoint is sound."""
+    """The data state was saved for another number of data-parallel ranks. The checkpoint is sound."""
 
 
 def _name(dp_rank: int) -> str:
@@ -27,7 +27,7 @@ def _name(dp_rank: int) -> str:
 
 
 def plain_position(consumed: Any) -> int | float:
-    """Return `consumed`, perhaps a tensor or NumPy number, as a plain number; raises WorkloadError."""
+    """Return `consumed`, perhaps a tensor or a NumPy number, as a plain number. Raises WorkloadError."""
     if isinstance(consumed, int | float):
         return consumed
     try:
@@ -37,10 +37,10 @@ def plain_position(consumed: Any) -> int | float:
 
 
 class DataState:
-    """Save and restore of one rank's data; ranks that share layers or sequences have the same data."""
+    """Save and restore of one rank's data. Ranks that share layers or sequences have the same data."""
 
     def __init__(self, data: Data, layout: Layout, model: nn.Module, device: torch.device) -> None:
-        """Check the data's interface; raises WorkloadError for data without a savable position."""
+        """Check the data's interface. Raises WorkloadError for data without a savable position."""
         self._data, self._owner = data, cast(Any, unwrap_data(data))
         self._dp_rank, self._dp_size, self._model, self._device = layout.dp_rank, layout.dp_size, model, device
         self._kind = type(self._owner).__name__
@@ -55,7 +55,7 @@ class DataState:
         self._saved: list[tuple[ObjectState, Mapping[str, Any]]] = []
 
     def freeze_state(self) -> AbstractContextManager[None]:
-        """Take tensors and facts from a single state within the context, because a thread may read ahead."""
+        """Within the context, take tensors and facts from a single state, because a thread may read ahead."""
         return self._own.freeze_state()
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -63,17 +63,17 @@ class DataState:
         return self._own.tensors()
 
     def facts(self) -> dict[str, Any]:
-        """Return the rest of the state; empty if the position is a number."""
+        """Return the rest of the state, which is empty if the position is a number."""
         own = {"dp_rank": self._dp_rank, "dp_size": self._dp_size, **self._own.facts()}
         return own if self._stateful else {}
 
     @property
     def reordered_sets(self) -> frozenset[str]:
-        """Sets in the newest state that a restart would iterate in another order."""
+        """Paths of sets in the newest state that a restart would iterate in another order."""
         return self._own.reordered_sets
 
     def targets(self, ranks: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """Allocate the tensors of this rank's state from the facts of all `ranks`; raises NotReshardable."""
+        """Allocate the tensors of this rank's state from the facts of all `ranks`. Raises NotReshardable."""
         states = {one[FACTS]["dp_rank"]: one[FACTS] for one in ranks if FACTS in one}
         self._saved = [(self._state_for_rank(rank), states[rank]) for rank in self._required_ranks(states)]
         return {key: tensor for state, facts in self._saved for key, tensor in state.targets(facts).items()}
@@ -101,7 +101,7 @@ class DataState:
         return ObjectState(None, _name(dp_rank), self._model, self._device)
 
     def restore(self, consumed: int) -> None:
-        """Go to the position of the checkpoint, which is `consumed`, after `targets` have been filled."""
+        """Go to the checkpoint's position `consumed`. Call this after `targets` have been filled."""
         if callable(getattr(self._data, "seek", None)):
             self._data.seek(consumed)
         states = [state.decode_state(facts) if "value" in facts else {} for state, facts in self._saved]
@@ -113,7 +113,7 @@ class DataState:
             self._owner.load_state_dicts(states)
 
     def _seek(self, consumed: int) -> None:
-        """Seek to `consumed` if the checkpoint has no state: its position is a number, or the beginning."""
+        """Seek to `consumed`, because the checkpoint has no data state."""
         if not isinstance(self._data, CountedData) or not consumed:
             return
         seek = getattr(self._owner, "seek", None)
@@ -127,7 +127,7 @@ class DataState:
 
 
 def require_resharding(data: Data, cluster: ClusterShape) -> None:
-    """Raise WorkloadError if `cluster.min_nodes` allows a smaller world with which the data could not continue."""
+    """Raise WorkloadError if `cluster.min_nodes` allows a smaller world in which the data could not continue."""
     owner = unwrap_data(data)
     has = [callable(getattr(owner, name, None)) for name in ("state_dict", "load_state_dict", "load_state_dicts")]
     if 0 < cluster.min_nodes < cluster.nodes and has == [True, True, False]:

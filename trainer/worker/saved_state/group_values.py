@@ -1,8 +1,8 @@
 """Values of optimizer parameter groups that training changes, as opposed to settings.
 
-A value as given by `build_optimizer` belongs to the configuration: it is not saved, and after a restart the
-configuration of that time applies. A value that training has changed is state: it is saved and restored. `lr` belongs
-to the schedule, which sets it before every step.
+A value set by `build_optimizer` belongs to the configuration. It is not saved, and after a restart the configuration
+of the restart applies. A value that training has changed is state, which is saved and restored. `lr` belongs to the
+schedule, which sets it before every step.
 """
 
 import copy
@@ -35,7 +35,7 @@ _COMPARED = (*_SCALARS, complex)
 
 @dataclass(frozen=True)
 class _InitialValue:
-    """A copy of a value from `build_optimizer`; `text` is None for unsaved types."""
+    """Copy of a value from `build_optimizer`. `text` is None for types that are not saved."""
 
     value: Any
     text: str | None
@@ -43,7 +43,7 @@ class _InitialValue:
     itself: Any = None
     """The original value, for a type that is not saved."""
     held: str | None = None
-    """Its contents at that time, for a type that is not saved; None if unknown."""
+    """The initial contents as text, for a type that is not saved; None if unknown."""
 
     def equals_scalar(self, value: Any) -> bool:
         return type(value) in _SCALARS and type(value) is type(self.value) and bool(value == self.value)
@@ -55,10 +55,10 @@ class _InitialValue:
 
 
 class GroupValues:
-    """The groups of one optimizer; groups are identified by the names of their parameters."""
+    """Values in the groups of one optimizer. Groups are identified by the names of their parameters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Names) -> None:
-        """Record the current values of the groups as those of the configuration."""
+        """Record the current values in the groups as the configured values."""
         self._optimizer, self._names = optimizer, names
         self._not_copied = {id(parameter): parameter for parameter in names}
         members = [sorted(names[parameter] for parameter in group["params"]) for group in optimizer.param_groups]
@@ -72,10 +72,10 @@ class GroupValues:
             for number, group in enumerate(optimizer.param_groups)
         ]
         self.unsaved: dict[str, str] = {}
-        """Description by key of changed values whose type is not saved."""
+        """Descriptions of changed values whose type is not saved, by key."""
 
     def refuse_other_groups(self) -> None:
-        """Raise WorkloadError if groups were added or removed since `build_optimizer`; compares only two lengths."""
+        """Raise WorkloadError if the number of groups has changed since `build_optimizer`."""
         now, built = len(self._optimizer.param_groups), len(self._ids)
         if now != built:
             raise WorkloadError(
@@ -86,7 +86,7 @@ class GroupValues:
             )
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return every tensor in the groups, including settings, so that the saved form is the same at every step."""
+        """Return every tensor in the groups, including settings, so that all saves have the same form."""
         self.refuse_other_groups()
         found: dict[str, torch.Tensor] = {}
         for number, key, value in self._all():
@@ -95,11 +95,11 @@ class GroupValues:
         return found
 
     def changed_values(self) -> list[dict[str, Any]]:
-        """Return the groups with changed values, in JSON, each with the text of the configured value."""
+        """Return the groups with changed values as JSON, with the text of each configured value."""
         values: dict[int, dict[str, Any]] = {}
         for number, key, value in self._all():
             initial = self._initial[number].get(key)
-            # The common case first: there may be a group for every parameter.
+            # Check the common case first, because there may be a group for every parameter.
             if initial is not None and initial.equals_scalar(value):
                 continue
             saved = self._encode_change(number, key, value, initial)
@@ -119,7 +119,7 @@ class GroupValues:
         return {"value": encoded[0], "given": initial.text}
 
     def _encode_value(self, number: int, key: str, value: Any, held: dict[str, torch.Tensor]) -> tuple[Any] | None:
-        """Return the JSON, or None for a value that cannot be saved, which is recorded if it has changed."""
+        """Return the JSON, or None for a value that cannot be saved. Record such a value if it has changed."""
         try:
             return (object_state.encode(value, self._path(number, key), held, self._names),)
         except UnsavableValue:
@@ -152,7 +152,7 @@ class GroupValues:
             return None, {}
 
     def _is_untouched(self, value: Any, initial: _InitialValue | None) -> bool:
-        """Return whether a value of an unsaved type still has its initial contents; False if that is unknown."""
+        """Return whether a value of an unsaved type still has its initial contents; False if unknown."""
         if initial is None or initial.text is not None or initial.held is None:
             return False
         return initial.is_unchanged(*self._comparable(value))
@@ -170,7 +170,7 @@ class GroupValues:
     # ---- restoring
 
     def check(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Raise WorkloadError if a group with state has other parameters here."""
+        """Raise WorkloadError if a saved group has different parameters in this optimizer."""
         for group in saved:
             if group["members"] not in self._ids:
                 keys = ", ".join(sorted(group["values"])[:4])
@@ -182,7 +182,7 @@ class GroupValues:
                 )
 
     def reset(self) -> None:
-        """Restore the configured values; `lr` is unchanged."""
+        """Restore the configured values, except `lr`."""
         self.unsaved.clear()  # priming may have changed something
         copies: dict[int, Any] = {}
         for group, initial in zip(self._optimizer.param_groups, self._initial, strict=True):
@@ -197,7 +197,7 @@ class GroupValues:
                     group[key] = copies[id(first.itself)]
 
     def restore(self, saved: Sequence[Mapping[str, Any]], tensors: Mapping[str, torch.Tensor]) -> list[str]:
-        """Restore the configured values, then those changed by training; return messages about overruled settings."""
+        """Restore the configured values, then the saved values. Return messages about overruled settings."""
         self.reset()
         parameters = {name: parameter for parameter, name in self._names.items()}
         overruled: dict[str, str] = {}
@@ -222,7 +222,7 @@ def _keys(group: Mapping[str, Any]) -> list[str]:
 
 
 def _set_value(group: dict[str, Any], key: str, value: Any) -> None:
-    """Set a value; an existing tensor is filled in place, because others, such as a compiled step, may hold it."""
+    """Set a value. Fill an existing tensor in place, because other objects, such as a compiled step, may hold it."""
     there = group.get(key)
     if (
         isinstance(there, torch.Tensor)
@@ -244,7 +244,7 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _identities(groups: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield a digest of the names of each group's parameters; empty groups are numbered."""
+    """Yield a digest of each group's parameter names. Empty groups are numbered."""
     empty = 0
     for members in groups:
         empty += not members
@@ -254,7 +254,7 @@ def _identities(groups: Sequence[Sequence[str]]) -> Iterator[str]:
 def _comparable_json(
     value: Any, path: str, tensors: dict[str, torch.Tensor], names: Names, above: tuple[int, ...] = ()
 ) -> Any:
-    """Return any value as JSON to detect changes in place; never decoded. Raises TypeError for some types."""
+    """Return any value as JSON, only to detect in-place changes. Raises TypeError for some types."""
     if isinstance(value, torch.Tensor) or type(value) in _COMPARED:
         return object_state.encode(value, path, tensors, names)
     if isinstance(value, types.MethodType):

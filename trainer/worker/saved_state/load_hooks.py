@@ -1,4 +1,4 @@
-"""Load hooks: the model's own `load_state_dict` code, rerun to derive values from the restored state."""
+"""Load hooks: the model's own `load_state_dict` code, run again to derive values from the restored state."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,9 +12,9 @@ from trainer.worker.saved_state.model_state import cannot_be_filled
 
 
 def run_load_hooks(model: nn.Module) -> list[str]:
-    """Run the load hooks of a filled model in torch's order; return the errors that they report.
+    """Run the load hooks of a filled model in torch's order and return the errors that they report.
 
-    Modules that load their own state, or have pre-hooks, keep the bits of their tensors.
+    Tensors in modules that load their own state or have pre-hooks are preserved.
     """
     if not any(_loads_itself(module) or _post_hooks(module) for module in model.modules()):
         return []
@@ -26,7 +26,7 @@ def run_load_hooks(model: nn.Module) -> list[str]:
 def _load(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], errors: list[str]
 ) -> None:
-    # Torch's own wrappers rename the entries in a pre-hook, for the modules inside.
+    # Torch's own wrappers rename the entries for inner modules in a pre-hook.
     if _loads_itself(module) or module._load_state_dict_pre_hooks:
         with _preserve_tensors(module):
             module._load_from_state_dict(state, prefix, metadata.get(prefix[:-1], {}), True, [], [], errors)
@@ -64,6 +64,6 @@ def _post_hooks(module: nn.Module) -> list[Any]:
 
 
 def _is_of_torch(function: Any) -> bool:
-    """Return whether torch defines it: torch's layers derive nothing; FSDP's hook is for replaced parameters."""
+    """Return whether torch defines this function. Torch's layers derive no values when they load."""
     function = getattr(function, "hook", function)  # torch wraps a pre-hook
     return str(getattr(function, "__module__", "")).partition(".")[0] == "torch"

@@ -1,27 +1,27 @@
-"""Dynamic loss scaling for float16: keeps small gradients from becoming zero and large ones from ending a run."""
+"""Dynamic loss scaling for float16, so that small gradients do not become zero and large ones do not end a run."""
 
 from collections.abc import Mapping
 from typing import Any
 
 FIRST = 65536.0
 SMALLEST = 1.0
-"""Minimum scale; gradients that overflow at this scale are not caused by scaling."""
+"""Minimum scale. If gradients overflow at this scale, scaling is not the cause."""
 _GROWS_AFTER = 2000
 """Consecutive steps without overflow after which the scale is doubled (the default of torch's GradScaler)."""
 
 
 class LossScale:
-    """The loss factor in float16; constant 1 in other precisions. All ranks see the same norms."""
+    """Loss factor in float16, and constant 1 in other precisions. It is equal on all ranks, like the norms."""
 
     def __init__(self, dtype: str) -> None:
         self.is_dynamic = dtype == "float16"
         self.scale = FIRST if self.is_dynamic else 1.0
         self._good = 0
         self.overflows = 0
-        """Optimizer steps skipped in the run, over all its restarts."""
+        """Number of optimizer steps skipped in the run, over all its restarts."""
 
     def update_scale(self, norm: float) -> bool:
-        """Return whether the optimizer must skip this step; adapts the scale to the norm of its gradients."""
+        """Adapt the scale to the gradient norm, and return whether the optimizer must skip this step."""
         if not self.is_dynamic:
             return False
         if norm - norm != 0 and self.scale > SMALLEST:  # NaN or infinity
@@ -39,7 +39,7 @@ class LossScale:
         return {**scale, "overflows": self.overflows} if scale or self.overflows else {}
 
     def restore(self, facts: Mapping[str, Any]) -> None:
-        """Restore the facts of a checkpoint, which may have been trained in another precision."""
+        """Restore the facts from a checkpoint, whose precision may differ."""
         self.overflows = int(facts.get("overflows", 0))
         if self.is_dynamic and "scale" in facts:
             self.scale, self._good = float(facts["scale"]), int(facts["good_steps"])

@@ -1,7 +1,7 @@
-"""State of a model beyond its parameters: buffers, extra state, modes and forms.
+"""State of a model in addition to its parameters: buffers, extra state, modes and forms.
 
-A restart rebuilds the model with the buffers of the first step. A save records every difference in the facts of the
-rank, so that the restart can allocate these buffers and put them in place.
+A restart rebuilds the model with its initial buffers. A save records every difference in the rank's facts, so that the
+restart can allocate the right buffers.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,10 +20,10 @@ _EXTRA = "_extra_state"
 
 
 class ModelEntries:
-    """Check of `state_dict()` entries that cannot be restored: refuses any tensor, and plain values that change."""
+    """Check for `state_dict()` entries that cannot be restored. It refuses any tensor, and plain values that change."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Record the entries of a new model; raises WorkloadError for a tensor."""
+        """Record the entries of a new model. Raises WorkloadError for a tensor."""
         self._model = model
         self._built = self._texts()
 
@@ -44,7 +44,7 @@ class ModelEntries:
             if name in known or name.rpartition(".")[2] == _EXTRA:
                 continue
             if isinstance(value, torch.Tensor):
-                if _address(value) not in _addresses(model):  # else it is one of them under another name
+                if _address(value) not in _addresses(model):  # otherwise it is a known tensor with another name
                     raise _error(name, "is a tensor")
             else:
                 found[name] = _text(name, value)
@@ -74,12 +74,12 @@ def _error(name: str, what: str) -> WorkloadError:
 
 
 def extra_prefix(rank: int) -> str:
-    """Return the key prefix of a rank's extra state, which may differ between ranks."""
+    """Return the key prefix for a rank's extra state, which may differ between ranks."""
     return f"extra/rank-{rank:05d}"
 
 
 class ModuleExtraState:
-    """The extra state of all modules of a model, by module name."""
+    """Extra state of all modules in a model, by module name."""
 
     def __init__(self, model: nn.Module) -> None:
         """Raise WorkloadError for a module with `get_extra_state` but without `set_extra_state`."""
@@ -95,7 +95,7 @@ class ModuleExtraState:
         return {name: module.get_extra_state() for name, module in _with_state(self._model)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of every module; raises WorkloadError unless exactly the same modules have one."""
+        """Restore the state of every module. Raises WorkloadError unless exactly the same modules have extra state."""
         modules = dict(_with_state(self._model))
         for name in sorted(state.keys() ^ modules.keys()):
             where = "the checkpoint" if name in state else "the model"
@@ -117,7 +117,7 @@ _GRADIENTS, _TRAINING = "requires_grad", "training"
 
 
 class ModuleModes:
-    """`requires_grad` of parameters and `training` of modules, compared with those of a new model."""
+    """Flags `requires_grad` of parameters and `training` of modules, compared with a new model's flags."""
 
     def __init__(self, model: nn.Module) -> None:
         """Record the modes of a new model."""
@@ -125,12 +125,12 @@ class ModuleModes:
         self._built = {kind: _flags(model, kind) for kind in (_GRADIENTS, _TRAINING)}
 
     def facts(self) -> dict[str, Flags]:
-        """Return the differences from a new model; a name with a trailing point covers a whole module."""
+        """Return the differences from a new model. A name with a trailing period covers a whole module."""
         found = {kind: _changes(built, _flags(self._model, kind)) for kind, built in self._built.items()}
         return {kind: flags for kind, flags in found.items() if flags}
 
     def restore(self, saved: Mapping[str, Any]) -> list[str]:
-        """Set the modes in a checkpoint's facts; return messages about names that the model does not have."""
+        """Set the modes from a checkpoint's facts. Return messages about names that the model does not have."""
         unknown = []
         for kind in self._built:
             flags, used = saved.get(kind, {}), set[str]()
@@ -138,7 +138,7 @@ class ModuleModes:
                 entry = next((one for one in (*_enclosing_prefixes(name), name) if one in flags), None)
                 if entry is not None:
                     used.add(entry)
-                    setattr(each, kind, flags[entry])  # not `train()`, which changes the modules inside too
+                    setattr(each, kind, flags[entry])  # not `train()`, which changes inner modules too
             unknown += [
                 f"{kind} of {name} had changed, but is not in the model" for name in sorted(flags.keys() - used)
             ]
@@ -161,7 +161,7 @@ def _enclosing_prefixes(name: str) -> Iterator[str]:
 
 
 def _changes(built: Flags, now: Flags) -> Flags:
-    """Return the values that differ from the built ones, with one entry for a module with uniform values."""
+    """Return the values that have changed, with a single entry for a module whose values are all equal."""
     changed = [name for name, value in now.items() if name in built and built[name] != value]
     inside: dict[str, list[bool]] = {}
     for name, value in now.items() if changed else ():
@@ -186,7 +186,7 @@ def cannot_be_filled(tensor: torch.Tensor) -> bool:
 
 
 class SharedMemory:
-    """Memory that tensors share in a new model but no longer at a save, such as a target network's."""
+    """Memory that tensors share in a new model but may no longer share at a save, such as a target network's."""
 
     def __init__(self, model: nn.Module) -> None:
         """Record which parameters and buffers of a new model share memory."""
@@ -194,7 +194,7 @@ class SharedMemory:
         self._built = _sharing(model)
 
     def facts(self) -> list[list[list[str]]]:
-        """Return, for each group that has parted, its parts: names of tensors that still share memory."""
+        """Return the parts of each group that has split. A part has the names of tensors that still share memory."""
         now = _sharing(self._model) if self._built else []
         found = []
         for built in self._built:
@@ -205,7 +205,7 @@ class SharedMemory:
         return found
 
     def restore(self, saved: Iterable[Sequence[Sequence[str]]]) -> None:
-        """Give each part except the first its own memory if it still shares it, before a checkpoint fills it."""
+        """Give each part except the first its own memory, before a checkpoint fills it."""
         tensors = _plain_tensors(self._model)
         for parts in saved:
             whole = {name for part in parts for name in part}
@@ -215,7 +215,7 @@ class SharedMemory:
 
 
 def _move(tensors: Iterable[torch.Tensor]) -> None:
-    """Copy the memory of these tensors, once for all that share it, and let them refer to the copy."""
+    """Move these tensors to a copy of their memory. Tensors that share memory share the copy."""
     moved = dict[int, torch.UntypedStorage]()
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -252,7 +252,7 @@ def _plain_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class BufferState:
-    """The persistent buffers of one rank's model, described for a save and put back at a restore."""
+    """Persistent buffers of one rank's model, with their description for saves and their restore."""
 
     def __init__(self, model: nn.Module, rank: int, device: torch.device) -> None:
         """Record the buffers of a newly built model."""
@@ -264,7 +264,7 @@ class BufferState:
         self._wanted: dict[str, Description] = {}
 
     def facts(self) -> dict[str, Any]:
-        """Return the buffers' differences from a new model, in JSON; raises WorkloadError for one in a new module."""
+        """Return the differences from a new model as JSON. Raises WorkloadError for a buffer in a new module."""
         now = _describe(self._model)
         changed = {name: form for name, form in now.items() if name not in self._built or self._built[name] != form}
         for name, form in changed.items():
@@ -282,9 +282,9 @@ class BufferState:
         return {key: value for key, value in {"changed": changed, "gone": gone}.items() if value}
 
     def targets(self, states: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Allocate the buffers of a checkpoint with the facts `saved` and the ranks' `states`.
+        """Allocate the buffers for a checkpoint with the facts `saved` and the ranks' `states`.
 
-        A rank beyond the saving world size starts with the buffers of rank 0.
+        A new rank in a larger world starts with the buffers of rank 0.
         """
         self._wanted = self._describe_wanted(states[self._rank if self._rank < len(states) else 0])
         live = checkpoint_contents.persistent_buffers(self._model)
@@ -293,7 +293,8 @@ class BufferState:
             for name, form in self._wanted.items()
             if isinstance(form, list)
         }
-        own = buffers_name(self._rank if self._rank < saved.get("ranks", 1) else 0)  # imports have those of one rank
+        # An imported checkpoint has the buffers of one rank.
+        own = buffers_name(self._rank if self._rank < saved.get("ranks", 1) else 0)
         return {
             f"{'model/' if name in self._alike or isinstance(buffer, DTensor) else own}{name}": buffer
             for name, buffer in self._filled.items()
@@ -331,7 +332,7 @@ class BufferState:
         for name, form in self._wanted.items():
             module, key = slots.get(name) or (modules[name.rpartition(".")[0]], name.rpartition(".")[2])
             if key not in module._buffers:
-                module.__dict__.pop(key, None)  # a plain attribute that the buffer has replaced
+                module.__dict__.pop(key, None)  # a plain attribute, which the buffer replaces
             first = form["same"] if isinstance(form, dict) else name
             module._buffers[key] = None if form is None else self._filled[first]
 
@@ -355,7 +356,7 @@ class ParameterForms:
     """Names, shapes and types of the parameters of a new model."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Raise WorkloadError for a parameter that no checkpoint could be loaded into."""
+        """Raise WorkloadError for a parameter that cannot be restored from a checkpoint."""
         self._model = model
         self._built = _forms(model)
         for name, parameter in model.named_parameters():
@@ -393,7 +394,7 @@ def _forms(model: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def nan_weights(model: nn.Module) -> frozenset[str]:
-    """Return the keys of this rank's weights that hold NaN before training, such as uninitialized memory."""
+    """Return the keys of this rank's weights that contain NaN before training, such as uninitialized memory."""
     weights = {
         f"model/{name}": (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).detach()
         for name, parameter in model.named_parameters()

@@ -1,6 +1,6 @@
-"""State of a user's object as JSON and named tensors; every type is restored exactly.
+"""State of a user's object as JSON and named tensors. Every type is restored exactly.
 
-Scalars and lists are unchanged. Everything else is an object with one key that names its type, such as `{"tuple": [0.9,
+Scalars and lists are unchanged. Everything else is an object whose only key names its type, such as `{"tuple": [0.9,
 0.95]}`, `{"float": "inf"}` or `{"tensor": "optimizer/weight/exp_avg"}`.
 """
 
@@ -25,18 +25,18 @@ Names = Mapping[torch.Tensor, str]
 """Parameter names in the model, by parameter."""
 
 _MOST_INLINE = 4096
-"""Maximum number of bytes stored in the JSON; longer values are saved as a tensor."""
+"""Maximum number of bytes stored in JSON. Longer values are saved as a tensor."""
 _PLAIN = (type(None), bool, int, str)
 _NUMBER = re.compile("-?[0-9]+")
 _CODES = {"%": "%25", ":": "%3A", "/": "%2F"}
-"""Escapes of characters with a meaning in paths; the first entry is the escape character itself."""
+"""Escapes of characters with a meaning in paths. The first entry is the escape character itself."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 """Surrogates, which UTF-8 cannot encode; Python uses them for non-UTF-8 bytes in file names."""
 _SURROGATE_CODE = re.compile("%U([0-9a-f]{4})")
 
 
 class UnsavableValue(Exception):
-    """A value of a type that cannot be saved; its message begins with its position."""
+    """A value has a type that cannot be saved. The message starts with the path to the value."""
 
     def __init__(self, path: str, value: object, why: str = "") -> None:
         super().__init__(f"{path} {why or f'is a {type(value).__module__}.{type(value).__qualname__}'}")
@@ -45,9 +45,9 @@ class UnsavableValue(Exception):
 def encode(
     value: Any, path: str, tensors: dict[str, torch.Tensor], names: Names, shared: "SharedContainers | None" = None
 ) -> Any:
-    """Return the JSON of `value` and add its tensors to `tensors` under `path`. Raises UnsavableValue.
+    """Encode `value` as JSON and add its tensors to `tensors` under `path`. Raises UnsavableValue.
 
-    A container in `shared` is encoded once; later occurrences are encoded as its number.
+    A container in `shared` is encoded once. Later occurrences are encoded as its number.
     """
     if shared is None or id(value) not in shared.ids:
         return _encode_one(value, path, tensors, names, shared)
@@ -75,7 +75,7 @@ def _encode_one(
         if value in names:
             return {"parameter": names[value]}
         while path in tensors:
-            path += "%"  # unequal keys with the same text, such as two NaNs
+            path += "%"  # for different keys with the same text, such as two NaNs
         tensors[path] = value.detach()
         if isinstance(value, nn.Parameter):
             return {"own parameter": [{"tensor": path}, value.requires_grad]}
@@ -129,11 +129,11 @@ class SharedContainers:
         self.ids = frozenset(key for key, count in times.items() if count > 1)
         self.begun = set[int]()
         self.numbers: dict[int, int] = {}
-        """Numbers by id, in the order of encoding; `decode` counts in the same order."""
+        """Numbers by id, in the order of encoding. `decode` counts in the same order."""
 
 
 def _items(value: Any) -> Any:
-    """Return the items of a container; a bounded deque begins with its bound."""
+    """Return the items of a container, with a deque's `maxlen` as its first item."""
     if isinstance(value, deque):
         return [value.maxlen, *value]
     return sorted(value, key=repr) if isinstance(value, set | frozenset) else value
@@ -157,7 +157,7 @@ def _key_part(key: Any, encoded: Any) -> str:
 
 
 def path_part(key: str | int) -> str:
-    """Return the path part of a key, unique to the key and without separator characters."""
+    """Return a key's path part, which is unique and has no separator characters."""
     return f"%s{key}" if isinstance(key, str) and _NUMBER.fullmatch(key) else _escape_separators(str(key))
 
 
@@ -200,7 +200,7 @@ def decode(
     parameters: Mapping[str, torch.Tensor],
     shared: list[Any] | None = None,
 ) -> Any:
-    """Return the value that `encode` was given; raises KeyError for a missing tensor or parameter."""
+    """Return the value from which `encode` made this JSON. Raises KeyError for a missing tensor or parameter."""
     shared = [] if shared is None else shared
     if isinstance(value, list):
         return [decode(item, tensors, parameters, shared) for item in value]
@@ -232,7 +232,7 @@ def decode(
 
 
 def text(value: Any) -> str:
-    """Return a text that is equal for equal encoded values: 1, 1.0 and True differ, as do 0.0 and -0.0."""
+    """Return a text that is equal only for equal encoded values. 1, 1.0 and True differ, as do 0.0 and -0.0."""
     return json.dumps(value, sort_keys=True)
 
 
@@ -256,10 +256,10 @@ def references(value: Any) -> list[str]:
 
 
 class ObjectState:
-    """State of one object with tensors named `<prefix>...`; an object without the two methods has no state."""
+    """State of one object, with tensors named `<prefix>...`. An object without `state_dict` has no state."""
 
     def __init__(self, owner: object, prefix: str, model: nn.Module, device: torch.device, *, called: str = "") -> None:
-        """Wrap an object; `called` is the user's class if `owner` only wraps an instance of it."""
+        """Wrap an object. `called` is the name for messages, by default the class of `owner`."""
         self._owner, self._prefix, self._device = owner, prefix, device
         self._called = called or type(owner).__name__
         self._parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
@@ -272,7 +272,7 @@ class ObjectState:
 
     @contextmanager
     def freeze_state(self) -> Iterator[None]:
-        """Take tensors and facts from a single call of `state_dict` within the context; other threads may change it."""
+        """Take tensors and facts from one `state_dict` call within the context, because other threads may change it."""
         self._answer = self._encode_state_dict()
         try:
             yield
@@ -280,18 +280,18 @@ class ObjectState:
             self._answer = None
 
     def separate_ranks(self, rank: int) -> None:
-        """Save tensors that differ between ranks once per rank from now on, under separate names; collective."""
+        """From now on, save tensors that differ between ranks once per rank, under separate names. Collective."""
         if callable(getattr(self._owner, "state_dict", None)):
             shared = {key: one for key, one in self.tensors().items() if key not in self._own_names.values()}
             for key in differing_tensors(shared):
                 self._own_names[key] = f"{self._prefix}/rank-{rank:05d}{key.removeprefix(self._prefix)}"
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors by name; raises WorkloadError for a value that cannot be saved."""
+        """Return the tensors by name. Raises WorkloadError for a value that cannot be saved."""
         return self._read_state()[1]
 
     def facts(self) -> dict[str, Any]:
-        """Return the rest of the state, in JSON; empty if the object has no state."""
+        """Return the rest of the state as JSON; empty if the object has no state."""
         value, tensors = self._read_state()
         if not value:
             return {}
@@ -330,7 +330,7 @@ class ObjectState:
         return decode(facts["value"], self._targets, self._parameters)
 
     def restore(self, facts: Mapping[str, Any]) -> None:
-        """Load the saved state into the object; do nothing if the checkpoint has none."""
+        """Load the saved state into the object. Do nothing if the checkpoint has none."""
         if not facts:
             return
         load = getattr(self._owner, "load_state_dict", None)
@@ -343,7 +343,7 @@ class ObjectState:
 
 
 def _merge_references(value: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Save memory that several tensors share only once; as with `torch.save`, they share it again after a load."""
+    """Store memory shared by several tensors only once. As with `torch.save`, they share it again after a load."""
     by_storage: dict[Any, list[tuple[int, int, str]]] = {}
     for path, tensor in tensors.items():
         if type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.numel() and not tensor.is_meta:
@@ -372,7 +372,7 @@ def _merge_references(value: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return how a tensor reads its memory; equal results mean the same tensor."""
+    """Return how a tensor interprets its storage. Equal forms in the same storage mean equal tensors."""
     place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
     return tensor.dtype, *place, tensor.is_conj(), tensor.is_neg()
 
@@ -384,7 +384,7 @@ def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _overlapping(ranges: list[tuple[int, int, str]]) -> Iterator[tuple[int, int, list[str]]]:
-    """Yield the byte ranges in which several of these paths overlap, with those paths in order."""
+    """Yield the byte ranges in which several paths overlap, with these paths in order."""
     order = {path: number for number, (_, _, path) in enumerate(ranges)}
     groups: list[tuple[int, int, list[str]]] = []
     for first, last, path in sorted(ranges):
@@ -399,20 +399,20 @@ def _overlapping(ranges: list[tuple[int, int, str]]) -> Iterator[tuple[int, int,
 
 
 def _fills(tensor: torch.Tensor, first: int, last: int) -> bool:
-    """Return whether a tensor holds every byte of a range in order, as a restored tensor will."""
+    """Return whether a tensor contains every byte of a range in order, as a restored tensor does."""
     is_plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
     return is_plain and _byte_range(tensor) == (first, last)
 
 
 def _bytes_between(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Return the bytes of a tensor's storage, from a multiple of 16 on so that numbers of every type stay aligned."""
+    """Return bytes of a tensor's storage, starting at a multiple of 16 so that all types stay aligned."""
     first -= first % 16
     memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return memory.set_(tensor.untyped_storage(), first, (last - first,), (1,))
 
 
 def _memory_view(tensor: torch.Tensor, base: str, memory: torch.Tensor) -> dict[str, Any]:
-    """Return the encoded form of a tensor in the memory of another one; the offset counts bytes."""
+    """Return the encoded form of a tensor that is a view of `memory`, with its offset in bytes."""
     offset = tensor.storage_offset() * tensor.itemsize - memory.storage_offset() * memory.itemsize
     dtype = {"dtype": str(tensor.dtype).removeprefix("torch.")}
     place = [list(tensor.shape), list(tensor.stride()), offset]

@@ -1,8 +1,8 @@
 """State of an optimizer in a checkpoint, and checks for unsupported optimizers.
 
-Tensors of a parameter's state are named `optimizer/<parameter>/<key>`, tensors in the groups `groups/<group>/<key>`,
-and tensors of further parts of `state_dict()` `entries/<part>`. Python values, and the positions of tensors in nested
-ones, are in the JSON (`facts`).
+Tensors in a parameter's state are named `optimizer/<parameter>/<key>`, tensors in the groups `groups/<group>/<key>`,
+and tensors in further parts of `state_dict()` `entries/<part>`. The JSON (`facts`) contains Python values, and the
+positions of tensors in nested values.
 """
 
 import copy
@@ -26,7 +26,7 @@ _SHARDING_MESSAGES = ("Sharding propagation", "sharding strategy", "DTensor", "r
 
 
 def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether `state_dict()` may hold more than torch itself puts there."""
+    """Return whether `state_dict()` may contain more than torch's own entries."""
     changed = "state_dict" in vars(optimizer) or bool(getattr(optimizer, "_optimizer_state_dict_post_hooks", None))
     return changed or type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
 
@@ -39,7 +39,7 @@ def _loads_itself(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def refuse_hidden_state(optimizer: torch.optim.Optimizer, names: Names) -> None:
-    """Raise WorkloadError for state outside `optimizer.state[parameter]`; call once all state exists."""
+    """Raise WorkloadError for state outside `optimizer.state[parameter]`. Call this once all state exists."""
     kind = type(optimizer).__name__
     for key, held in optimizer.state.items():
         of_parameter = isinstance(key, torch.Tensor) and key in names
@@ -98,7 +98,7 @@ def refuse_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_sharding(optimizer: torch.optim.Optimizer, names: Names, error: Exception) -> None:
-    """Raise WorkloadError if `error` shows that the optimizer needs whole parameters to flatten or factor them."""
+    """Raise WorkloadError if `error` shows that the optimizer needs unsharded parameters."""
     sharded = any(isinstance(parameter, DTensor) for parameter in names)
     if sharded and any(word in str(error) for word in _SHARDING_MESSAGES):
         kind = type(optimizer).__name__
@@ -109,17 +109,17 @@ def refuse_sharding(optimizer: torch.optim.Optimizer, names: Names, error: Excep
 
 
 PREFIXES = ("optimizer/", "groups/", "entries/")
-"""Prefixes of the names of all its tensors."""
+"""Prefixes of the names of all optimizer tensors."""
 
 _STATE = PREFIXES[0]
 _NAMED = "state:"
 _MISSING = object()
 _COUNTERS = (bool, int, float, str, type(None))
-"""Types of attributes in which an optimizer may count its steps."""
+"""Types of attributes that an optimizer may use to count its steps."""
 
 
 class OptimizerState:
-    """The state of one optimizer: collected for a save, filled at a restore."""
+    """State of one optimizer, collected for a save and filled at a restore."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Record the groups of a new optimizer as the configured values.
@@ -142,12 +142,12 @@ class OptimizerState:
         self._targets: dict[str, torch.Tensor] = {}
 
     def _refresh_names(self) -> None:
-        """Update the names, because the model's parameters may have been replaced."""
+        """Update the parameter names, because parameters may have been replaced."""
         self._parameters: dict[str, torch.Tensor] = dict(self._model.named_parameters())
         self._names = {parameter: name for name, parameter in self._parameters.items()}
 
     def prime(self) -> None:
-        """Create every state tensor; groups and state keep traces of it until `reset` or `restore`."""
+        """Create every state tensor. Groups and state are not in their initial state until `reset` or `restore`."""
         refuse_step(self._optimizer)
         inner = optimizers.find_optimizers(vars(self._optimizer).values())
         self._first_attributes = [(vars(one), dict(vars(one))) for one in (self._optimizer, *inner)]
@@ -160,7 +160,7 @@ class OptimizerState:
         self._metadata = {name: tensor_metadata(tensor) for name, tensor in self.tensors().items()}
 
     def reset(self) -> None:
-        """Reset the optimizer to its initial state; its next step is its first."""
+        """Reset the optimizer to its initial state."""
         self._forget(list(self._parameters.values()))
         self.groups.reset()
         self._load_entries(self._first_entries, self._first_tensors)
@@ -172,7 +172,7 @@ class OptimizerState:
                     del now[key]
 
     def _forget(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Restore the initial state of these parameters, usually none."""
+        """Restore the initial state of these parameters, which is usually empty."""
         for parameter in parameters:
             self._optimizer.state.pop(parameter, None)
             if parameter in self._first_state:
@@ -181,7 +181,7 @@ class OptimizerState:
     # ---- saving
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return every tensor of the optimizer; raises WorkloadError for parameter state that cannot be saved."""
+        """Return every tensor of the optimizer. Raises WorkloadError for parameter state that cannot be saved."""
         self._refresh_names()
         found: dict[str, torch.Tensor] = {}
         for name, held in self._holders():
@@ -200,7 +200,7 @@ class OptimizerState:
         return found
 
     def facts(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Return all other state, in JSON, without empty parts; `tensors` is the result of `tensors()`."""
+        """Return all other state as JSON, without empty parts. `tensors` is the result of `tensors()`."""
         metadata = {key: tensor_metadata(tensor) for key, tensor in tensors.items() if key.startswith(PREFIXES)}
         found = {
             "groups": self.groups.changed_values(),
@@ -213,7 +213,7 @@ class OptimizerState:
         return {"holders": self._describe_holders(), **{key: value for key, value in found.items() if value}}
 
     def _relate(self, key: str, metadata: TensorMetadata) -> TensorMetadata:
-        """Return the metadata; sharding like the parameter's is None, because another layout may shard it or not."""
+        """Return the metadata, with None for sharding like the parameter's, because it depends on the layout."""
         parameter = self._parameters.get(_owner(key) or "")
         if parameter is None or metadata[1] != list(parameter.shape) or metadata[3] != isinstance(parameter, DTensor):
             return metadata
@@ -225,14 +225,14 @@ class OptimizerState:
                 yield parameter, held
 
     def unsaved_values(self) -> list[str]:
-        """Return descriptions of changed values that no save so far could keep because of their type."""
+        """Return descriptions of changed values that could not be saved because of their type."""
         return [*self.groups.unsaved.values(), *self._unsaved.values()]
 
     def _holders(self) -> Iterator[tuple[str, dict[str, Any]]]:
         return ((self._names[parameter], held) for parameter, held in self._parameter_states())
 
     def _describe_holders(self) -> dict[str, list[str]]:
-        """Return which parameters have state, with as few names as possible."""
+        """Return the names of the parameters with state, or the names of those without if that is shorter."""
         there = {name for name, _ in self._holders()}
         trained = self._trained_names()
         if 2 * len(there) > len(trained):
@@ -243,12 +243,12 @@ class OptimizerState:
         return {self._names.get(p, "") for group in self._optimizer.param_groups for p in group["params"]}
 
     def _missing_tensors(self, metadata: Mapping[str, TensorMetadata]) -> list[str]:
-        """Return tensors of the primed state that are now missing from parameters with state."""
+        """Return the primed tensors that are now missing from parameters with state."""
         there = {name for name, _ in self._holders()}
         return sorted(key for key in self._metadata.keys() - metadata.keys() if _owner(key) in there)
 
     def _values(self) -> dict[str, Any]:
-        """Return non-tensor values by key; a value that all parameters share is listed once."""
+        """Return non-tensor values by key. A value that is equal for all parameters is listed once."""
         found: dict[str, dict[str, Any]] = {}
         count = 0
         for name, held in self._holders():
@@ -279,7 +279,7 @@ class OptimizerState:
             ) from reason
 
     def _entries(self, tensors: dict[str, torch.Tensor] | None = None) -> dict[str, Any]:
-        """Return entries outside parameter state and groups, in JSON, by position."""
+        """Return the JSON of entries outside parameter state and groups, and add their tensors to `tensors`."""
         found: dict[str, Any] = {}
         for key, value in {**_named_state(self._optimizer), **_extra_entries(self._optimizer)}.items():
             try:
@@ -292,7 +292,7 @@ class OptimizerState:
     # ---- restoring
 
     def targets(self, facts: Mapping[str, Any] | None) -> dict[str, torch.Tensor]:
-        """Return the tensors to fill from a checkpoint; `facts`: None if imported. Raises WorkloadError."""
+        """Return the tensors to fill from a checkpoint. `facts` is None for an imported one. Raises WorkloadError."""
         live = self.tensors()
         if facts is None:
             self._targets = {key: tensor for key, tensor in live.items() if key.startswith(_STATE)}
@@ -315,7 +315,7 @@ class OptimizerState:
         return self._targets
 
     def _scratch(self, key: str, wanted: TensorMetadata | None, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Allocate a tensor that exists only in the checkpoint, or that must not be changed yet."""
+        """Allocate a tensor that exists only in the checkpoint or must not be changed yet."""
         parameter = self._parameters.get(_owner(key) or "")
         device = next(iter(self._parameters.values())).device
         made = zeros(wanted, (live.get(key), parameter), device) if wanted is not None else None
@@ -325,7 +325,7 @@ class OptimizerState:
         return made
 
     def restore(self, facts: Mapping[str, Any] | None, absent: Collection[str]) -> list[str]:
-        """Apply filled targets and facts; return messages. `absent`: targets that an imported checkpoint lacks."""
+        """Apply filled targets and facts and return messages. An imported checkpoint lacks the targets `absent`."""
         if facts is None:
             return self._restore_imported(absent)
         self._restore_state(facts)
@@ -371,7 +371,7 @@ class OptimizerState:
     def _load_entries(
         self, entries: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, itself: bool = False
     ) -> None:
-        """Load entries; with `itself`, always call `load_state_dict()`, because the optimizer derives values in it."""
+        """Load entries. With `itself`, always call `load_state_dict()`, because it may derive values."""
         found = {key: object_state.decode(value, tensors, self._parameters) for key, value in entries.items()}
         named_entries = {key: value for key, value in found.items() if key.startswith(_NAMED)}
         named: dict[Any, Any] = self._optimizer.state  # torch's own state has tensors as keys
@@ -383,7 +383,7 @@ class OptimizerState:
             self._load(extra)
 
     def _load(self, extra: Mapping[str, Any]) -> None:
-        """Make the optimizer load `extra` and its own state, and put back what torch converts or replaces."""
+        """Make the optimizer load `extra` with its own state, and restore values that torch converts or replaces."""
         held = {parameter: dict(state) for parameter, state in self._parameter_states()}
         groups = [dict(group) for group in self._optimizer.param_groups]
         self._optimizer.load_state_dict({**self._optimizer.state_dict(), **extra})
@@ -400,7 +400,7 @@ def _tensor_key(name: str, key: str | int) -> str:
 
 
 def _owner(key: str) -> str | None:
-    """Return the parameter whose state includes this tensor; a parameter's name may contain slashes."""
+    """Return the parameter whose state includes this tensor. A parameter's name may contain slashes."""
     return key.removeprefix(_STATE).rpartition("/")[0] if key.startswith(_STATE) else None
 
 
@@ -420,12 +420,12 @@ def _entry_key(key: str) -> str:
 
 
 def _named_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return state under string keys, which torch allows in addition to parameters."""
+    """Return the state with string keys, which torch allows in addition to parameters."""
     return {f"{_NAMED}{key}": value for key, value in optimizer.state.items() if isinstance(key, str)}
 
 
 def _extra_entries(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return entries added to `state_dict` by the optimizer's own method or hooks."""
+    """Return the entries that the optimizer's own method or hooks add to `state_dict`."""
     if not has_own_state_dict(optimizer):
         return {}
     return {key: value for key, value in optimizer.state_dict().items() if key not in ("state", "param_groups")}

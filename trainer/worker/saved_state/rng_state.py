@@ -1,4 +1,4 @@
-"""Random generators of a rank as one row of bytes, with its rank and step, so that a misplaced one is detected."""
+"""Random generators of a rank as a row of bytes, with rank and step, so that a misplaced row is detected."""
 
 import json
 import random
@@ -14,7 +14,7 @@ _RNG_BYTES = 16384
 _NONE = torch.zeros(1, dtype=torch.uint8, device="cpu")  # placeholder for a missing generator
 _MERSENNE, _MERSENNE_BYTES = "MT19937", 4 * 626 + 8
 _STATES = 5
-"""Parts of a row before its origin: torch, Python's numbers and half a pair, the device, NumPy."""
+"""Number of parts before the origin: torch, Python's numbers and half a normal pair, the device, NumPy."""
 
 
 def seed_generators(seed: int) -> None:
@@ -32,9 +32,9 @@ def seed_generators(seed: int) -> None:
 
 
 def seed_by_data(seed: int, token_rank: int, step: int = 0) -> None:
-    """Seed equally on ranks with the same tokens, differently on others.
+    """Seed equally on ranks with the same tokens, and differently on other ranks.
 
-    `step`: the step at which a new rank starts; it must not repeat numbers drawn at the beginning.
+    `step` is the step at which a new rank starts, so that it does not repeat the numbers drawn from step 0 on.
     """
     own = (seed * 1_000_003 + token_rank) % (1 << 63)
     seed_generators(mix(own ^ mix(step)) >> 1 if step else own)
@@ -63,7 +63,7 @@ def pack_rng(device: torch.device) -> torch.Tensor:
 
 
 def set_origin(packed: torch.Tensor, rank: int, step: int) -> None:
-    """Write rank and step into a row of `pack_rng` that has no origin yet; its length stays."""
+    """Write rank and step into a row from `pack_rng` that has no origin yet. Its length does not change."""
     parts = _parts(packed)
     assert len(parts) == _STATES
     place = sum(8 + len(part) for part in parts)
@@ -71,7 +71,7 @@ def set_origin(packed: torch.Tensor, rank: int, step: int) -> None:
 
 
 def origin_fault(packed: torch.Tensor, name: str, step: int) -> str:
-    """Return why a row that `generators_fault` accepts is not that of `name` at `step`; empty if it is."""
+    """Return why a row that `generators_fault` accepts does not belong to `name` at `step`; empty if it does."""
     origin = torch.cat(_parts(packed)[_STATES:] or [_NONE])
     if len(origin) != 16:
         return "does not record its rank and step"
@@ -82,7 +82,7 @@ def origin_fault(packed: torch.Tensor, name: str, step: int) -> str:
 
 
 def _pack_numpy() -> torch.Tensor:
-    """Return NumPy's global generator: words, position and half a normal pair for MT19937, JSON for others."""
+    """Pack NumPy's global generator: words, position and half a normal pair for MT19937, JSON for others."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return _NONE
@@ -134,7 +134,7 @@ def _unpack_numpy(part: torch.Tensor) -> None:
 
 
 def unpack_rng(packed: torch.Tensor, device: torch.device) -> None:
-    """Restore the generators from a row of `pack_rng`."""
+    """Restore the generators from a row that `pack_rng` returned."""
     of_torch, numbers, pair, of_device, of_numpy, *_ = _parts(packed)
     torch.set_rng_state(of_torch)
     gauss = float(pair.view(torch.float64))
@@ -145,7 +145,7 @@ def unpack_rng(packed: torch.Tensor, device: torch.device) -> None:
 
 
 def generators_fault(packed: torch.Tensor) -> str:
-    """Return why a row of `pack_rng` cannot be restored; empty if it can."""
+    """Return why a row from `pack_rng` cannot be restored; empty if it can."""
     try:
         parts = _parts(packed)
         if len(parts) < _STATES:
@@ -160,7 +160,7 @@ def generators_fault(packed: torch.Tensor) -> str:
 
 
 def _parts(packed: torch.Tensor) -> list[torch.Tensor]:
-    """Return the parts: each is a length of 8 bytes and the data; a length of 0 ends the row."""
+    """Return the parts of a row. Each is an 8-byte length followed by data, and a length of 0 ends the row."""
     if packed.dtype != torch.uint8 or packed.dim() != 1:
         raise ValueError(f"it is {packed.dtype} of shape {tuple(packed.shape)}, not a row of bytes")
     parts, place = [], 0

@@ -1,4 +1,4 @@
-"""State of the user's learning-rate schedule, with its current rates, from which some schedules compute the next."""
+"""State of the user's learning-rate schedule, with its current rates, which some schedules need for the next."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -9,18 +9,18 @@ import torch
 from trainer.worker.workload import Scheduler, WorkloadError
 
 _PARTS, _MILESTONES = "_schedulers", "_milestones"
-"""Private names in the states of torch's schedulers that hold settings."""
+"""Private names of settings in the states of torch's schedulers."""
 
 
 class SchedulerState:
-    """State of a scheduler, with `lr` of the optimizer's groups, which is saved nowhere else; empty for None."""
+    """State of a scheduler, with the groups' `lr`, which is saved only here. It is empty without a scheduler."""
 
     def __init__(self, scheduler: Scheduler | None, optimizer: torch.optim.Optimizer) -> None:
         """Record the settings of a new scheduler."""
         self._scheduler, self._optimizer = scheduler, optimizer
         self._built = _plain_settings(scheduler.state_dict()) if scheduler is not None else {}
         self.overruled: list[str] = []
-        """Messages about settings in the restored state that differ from those of the scheduler as built here."""
+        """Messages about restored settings that differ from those of the newly built scheduler."""
 
     def state_dict(self) -> dict[str, Any]:
         if self._scheduler is None:
@@ -29,7 +29,7 @@ class SchedulerState:
         return {"scheduler": self._scheduler.state_dict(), "lr": rates, "built": self._built}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state; raises WorkloadError if the optimizer has another number of groups."""
+        """Restore the state. Raises WorkloadError if the optimizer has a different number of groups."""
         assert self._scheduler is not None
         groups, rates = self._optimizer.param_groups, state["lr"]
         if len(groups) != len(rates):
@@ -49,7 +49,7 @@ class SchedulerState:
 
 
 def _plain_settings(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the plain settings in a scheduler's state, and lists of them; nested ones are named like `0.step_size`."""
+    """Return the plain settings and lists in a scheduler's state. Nested settings are named like `0.step_size`."""
     found: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, Counter):  # the milestones of MultiStepLR

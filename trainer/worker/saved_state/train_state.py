@@ -1,4 +1,4 @@
-"""State of a training run: saved into checkpoints, restored at a restart."""
+"""State of a training run, saved into checkpoints and restored at a restart."""
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -50,9 +50,9 @@ class TrainObjects:
     data: Data
     layout: Layout
     scheduler: Scheduler | None = None
-    """The workload's own scheduler; None: the learning rate follows `optimizer.lr`."""
+    """The workload's own scheduler. If None, the learning rate follows `optimizer.lr`."""
     set_initial_weights: Callable[[], None] | None = None
-    """Initializer to call if no checkpoint was restored; None: the model already has its initial weights."""
+    """Initializer to call if no checkpoint is restored. If None, the model already has its initial weights."""
 
 
 class RankCheckpointer(Protocol):
@@ -86,7 +86,7 @@ class RankCheckpointer(Protocol):
 
 
 _COMPLETE = ("model/", "optimizer/", "groups/", "entries/", "workload:", buffers_name(0))
-"""Key prefixes whose keys in a checkpoint must all be loaded by some rank."""
+"""Prefixes of the checkpoint keys that some rank must load."""
 
 
 def _ignore_warning(step: int, *reason: Any) -> None:
@@ -105,7 +105,7 @@ def _require_load(workload: object) -> None:
 
 
 class TrainState:
-    """Complete state of a run that a restart must restore: saved into a checkpoint, and restored from one."""
+    """Complete state that a restart must restore, with its save into and restore from a checkpoint."""
 
     def __init__(
         self, objects: TrainObjects, *, config_digest: str, seed: int, lazy: bool = False,
@@ -115,9 +115,9 @@ class TrainState:
     ) -> None:  # fmt: skip
         """Record the state of a new model and optimizer.
 
-        `on_other_software` gets the step of a restored checkpoint, the software that differs now, and the numbers of
-        ranks, as returned by `changed_software`; all ranks get the same. `warn` gets a step and a reason, once each,
-        for state that is not saved or could not be restored. Rank 0 gets the warnings of all ranks.
+        `on_other_software` is called on all ranks with the step of the restored checkpoint and the results of
+        `changed_software`. `warn` is called with a step and a reason, once per reason, for state that is not saved or
+        could not be restored. On rank 0, it receives the warnings of all ranks.
         """
         model, optimizer, rank, device = objects.model, objects.optimizer, objects.layout.rank, objects.layout.device
         self._model, self._optimizer, self._data = model, optimizer, objects.data
@@ -159,11 +159,11 @@ class TrainState:
             optimizer_state=self._optimizer_state, more=self._more_tensors,
         )  # fmt: skip
         self.step = self.validated = 0
-        """`validated`: the newest step with a validation."""
+        """`validated` is the newest step with a validation."""
         self.loss = float("nan")
         self.loss_scale = loss_scale or LossScale("float32")
         self.accepted_losses = deque[float]()
-        """Losses of the newest steps without a spike, used to detect later ones; the same on all ranks."""
+        """Losses of the newest steps without a spike, used to detect spikes. They are the same on all ranks."""
         self.positions = Positions(objects.data)
         self.metrics: dict[str, float] = {}
         """The workload's metrics of this step."""
@@ -175,7 +175,7 @@ class TrainState:
         }  # fmt: skip
 
     def save(self, saver: RankCheckpointer) -> bool:
-        """Hand the state to the checkpointer; return False if it accepts none now. Raises WorkloadError."""
+        """Pass the state to the checkpointer. Return False if it cannot accept a save now. Raises WorkloadError."""
         with ExitStack() as asked:
             for state in (self._workload_state, self._scheduler_state, self._data_state, self._extra_state):
                 asked.enter_context(state.freeze_state())
@@ -216,9 +216,9 @@ class TrainState:
         return accepted
 
     def compare_ranks(self, gather: Callable[[Any], list[Any]]) -> None:
-        """Gather every rank's software, and report differences and lost state; collective, after `restore`.
+        """Gather every rank's software, and report differences and lost state. Collective; call it after `restore`.
 
-        Warnings from the first steps are gathered once more, in a save.
+        A later save gathers the warnings from the first steps.
         """
         answers = gather([self._software, self._unshared])
         of_ranks = [each for each, _ in answers]
@@ -230,7 +230,7 @@ class TrainState:
         self._late_gather = self.step + OBSERVED_STEPS, gather
 
     def _share_reasons(self, of_ranks: Sequence[Sequence[Sequence[Any]]]) -> None:
-        """Report on rank 0 the lost state that only other ranks have found."""
+        """Report lost state on rank 0 that only other ranks have found."""
         self._unshared = []
         found: dict[tuple[int, str], list[int]] = {}
         for rank, reasons in enumerate(of_ranks):
@@ -243,11 +243,11 @@ class TrainState:
 
     @property
     def software_digest(self) -> str:
-        """Eight hex digits that are equal for the same software on all ranks."""
+        """Eight hex digits that identify the software of all ranks."""
         return digest(dump_line(self._software_facts).encode())[:8]
 
     def step_ended(self) -> None:
-        """Raise WorkloadError if the optimizer got groups that a restart would not have; report lost attributes."""
+        """Report lost attributes. Raises WorkloadError if the optimizer has groups that a restart would not have."""
         self._optimizer_state.groups.refuse_other_groups()
         if names := self._module_attributes.step_ended():
             self._warn_once(
@@ -257,7 +257,7 @@ class TrainState:
             )
 
     def report_incomplete(self, restored: int, reason: str) -> None:
-        """Report other state that the checkpoint of step `restored` did not restore; no-op for an empty reason."""
+        """Report other state that the checkpoint of step `restored` did not restore. No-op for an empty reason."""
         if reason:
             self._warn_once(reason, restored)
 
@@ -289,12 +289,12 @@ class TrainState:
                 self._unshared.append([step, reason])
 
     def _rank_facts(self, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Return this rank's facts in a checkpoint; those of rank 0 if the saving world did not have this rank."""
+        """Return this rank's facts in a checkpoint, or rank 0's if the saved world did not have this rank."""
         states = extra.get("rank_state") or [{}]
         return dict(states[self._rank if self._rank < len(states) else 0])
 
     def restore(self, saver: RankCheckpointer) -> None:
-        """Restore the newest checkpoint that verifies; stay at step 0 without one."""
+        """Restore the newest checkpoint that verifies. Without a checkpoint, start at step 0."""
         self._optimizer_state.prime()
         self._prepare(saver)
         packed = torch.zeros_like(pack_rng(self._device))
@@ -341,20 +341,20 @@ class TrainState:
             raise WorkloadError(f"the state cannot be saved: {error}") from error
 
     def _restore_extra_state(self, extra: Mapping[str, Any]) -> None:
-        """Restore the extra state of modules, if any; modules of imported weights keep their initial state."""
+        """Restore the extra state of modules, if any. With imported weights, they keep their initial state."""
         saved = self._rank_facts(extra).get("extra_state", {})
         if "imported" not in extra or saved:
             self._extra_state.restore(saved or {"value": {"dict": []}})
 
     def _restore_workload(self, saved: Mapping[str, Any]) -> list[str]:
-        """Restore the workload's state; report a checkpoint that lacks it."""
+        """Restore the workload's state. Return a message if the checkpoint lacks it."""
         self._workload_state.restore(saved)
         if saved or not self.step or not self._workload_state.facts():
             return []
         return ["the state of the workload is missing: it starts again"]
 
     def _restore_scheduler(self, saved: Mapping[str, Any]) -> list[str]:
-        """Restore the scheduler's state; report where it differs from the workload's scheduler."""
+        """Restore the scheduler's state. Return messages about differences from the workload's scheduler."""
         if self._has_scheduler:
             self._scheduler_state.restore(saved)
             missing = [] if saved or not self.step else ["the state of the scheduler is missing: it starts again"]
@@ -362,7 +362,7 @@ class TrainState:
         return ["it has a scheduler state, but the workload builds none"] if saved else []
 
     def _check_identity(self, extra: Mapping[str, Any]) -> None:
-        """Raise WorkloadError for other data or another data order: its position would repeat or skip samples."""
+        """Raise WorkloadError if the data or its order has changed, because training would repeat or skip samples."""
         now = {"seed": self._seed, "fingerprint": getattr(self._data, "fingerprint", None)}
         for key, name in (("seed", "train.seed"), ("fingerprint", "the fingerprint of the data")):
             if None not in (extra.get(key), now[key]) and extra[key] != now[key]:
@@ -383,7 +383,7 @@ class TrainState:
         }
 
     def _restore_rest(self, own: Mapping[str, Any], absent: Collection[str]) -> None:
-        """Restore everything except the model, whose tensors are already filled; report state that was lost."""
+        """Restore everything except the model, whose tensors are already filled. Report lost state."""
         lost = self._optimizer_state.restore(own.get("optimizer"), absent)
         optimizers.train_mode(self._optimizer)  # it may have been saved during an evaluation
         lost += self._restore_scheduler(own.get("scheduler", {}))

@@ -1,7 +1,7 @@
-"""Tensors of a rank's checkpoint by name, and state that no checkpoint contains.
+"""Inventory of a rank's tensors to save, and detection of state that no checkpoint contains.
 
-Many modules keep values in attributes that every forward pass recomputes. A restart therefore reports only attributes
-that its first steps leave as in the new model, and counters that restart.
+Many modules have attributes that every forward pass recomputes. A restart therefore reports only attributes that its
+first steps do not change, and counters that restart.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,11 +22,11 @@ _PLAIN_ATTRIBUTES = (bool, int, float, str, type(None))
 _MOST = 100
 """Maximum number of attributes in a save, and of characters in each."""
 OBSERVED_STEPS = 3
-"""Steps after a restart before the report; attributes that alternate between two values have changed by then."""
+"""Steps between a restart and the report. By then, attributes that alternate between two values have changed."""
 
 
 class ModuleAttributes:
-    """Numbers, strings and tuples of them in the modules of a model, by `model.<module>.<attribute>`."""
+    """Numbers, strings and tuples of them in the attributes of modules, by `model.<module>.<attribute>`."""
 
     step: int
     """Step of the restored checkpoint."""
@@ -39,7 +39,7 @@ class ModuleAttributes:
         self._seen: list[dict[str, str]] = []
 
     def changed_attributes(self) -> dict[str, str]:
-        """Return the attributes that differ from the built ones, as text."""
+        """Return the attributes that differ from the new model's, as text."""
         found = {name: text for name, text in self._texts().items() if self._built.get(name) != text}
         return dict(sorted(found.items())[:_MOST])
 
@@ -50,7 +50,7 @@ class ModuleAttributes:
         self._seen = [now]
 
     def step_ended(self) -> list[str]:
-        """Observe a step; return the names of lost attributes, once."""
+        """Observe a step. Return the names of lost attributes, once."""
         if not self._saved:
             return []
         self._seen.append(self._texts())
@@ -82,7 +82,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _counts_again(seen: list[str], saved: str, step: int) -> bool:
-    """Return whether a number rose equally in all of the `step` steps before the save, and does so again."""
+    """Return whether a number rose equally in each of the `step` steps before the save, and starts again."""
     try:
         first, *later, total = (int(text) for text in (*seen, saved))
     except ValueError:
@@ -92,17 +92,17 @@ def _counts_again(seen: list[str], saved: str, step: int) -> bool:
 
 
 _MAX_CHARACTERS = 1000
-"""Maximum characters of an attribute's JSON; longer values are data, not counters."""
+"""Maximum characters in an attribute's JSON. Longer values are data, not counters."""
 
 
 @cache
 def _torch_attributes() -> frozenset[str]:
-    """Return the attributes that every optimizer has; not at import, which must compute nothing."""
+    """Return the attributes that every optimizer has. Not a constant, because imports must not create tensors."""
     return frozenset(vars(torch.optim.SGD([torch.zeros(1, device="cpu")], lr=0.0))) | {"_opt_called", "_step_count"}
 
 
 class UnsavedAttributes:
-    """Attributes of some objects, by `<object>.<attribute>`, compared with their initial values."""
+    """Attributes of objects, by `<object>.<attribute>`, compared with their initial values."""
 
     def __init__(self, objects: Mapping[str, object]) -> None:
         self._objects = dict(objects)
@@ -113,7 +113,7 @@ class UnsavedAttributes:
         return {name: text for name, text in self._texts().items() if self._initial.get(name) != text}
 
     def lost_attributes(self, saved: Mapping[str, str]) -> list[str]:
-        """Return the attributes that differ from those of a save."""
+        """Return the attributes that differ from the saved ones."""
         now = self._texts()
         return sorted(name for name, text in saved.items() if now.get(name) != text)
 
@@ -144,9 +144,9 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 class StateInventory:
-    """Tensors to save: the same objects while model and optimizer hold the same ones.
+    """Inventory of the tensors to save, with the same tensor objects while model and optimizer keep theirs.
 
-    A walk takes longer than a copy, so it is repeated only if a holder has another tensor or other memory.
+    A walk takes longer than a copy, so it is repeated only if a holder has a new tensor or a tensor has moved.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class StateInventory:
         lazy: bool = False, optimizer_state: OptimizerState | None = None,
         more: Callable[[], dict[str, torch.Tensor]] = dict,
     ) -> None:  # fmt: skip
-        """Create an inventory; `lazy` copies buffers immediately, because the next step changes them during the read.
+        """Create an inventory. With `lazy`, buffers are copied, because the next step changes them during the read.
 
         `more` returns further tensors and is called at every save.
         """
@@ -170,7 +170,7 @@ class StateInventory:
         self._memory: list[tuple[object, ...]] = []
         self._weights: dict[str, torch.nn.Parameter] = {}
         self._sharded = False
-        self._states: list[tuple[Any, Holder, int]] = []  # by parameter, or by a name of the optimizer's own
+        self._states: list[tuple[Any, Holder, int]] = []  # by parameter, or by the optimizer's own name
         self._empty: list[tuple[Holder, str]] = []  # non-tensor values that may become tensors
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._tensors: dict[str, torch.Tensor] = {}
@@ -178,7 +178,7 @@ class StateInventory:
         """Number of complete walks."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors to save now; do not change them until the saver has copied them."""
+        """Return the tensors to save now. Do not change them until the saver has copied them."""
         more = self._more()
         if not self._is_unchanged():
             self._walk()
@@ -188,7 +188,7 @@ class StateInventory:
         for copy, buffer in self._copies:
             copy.copy_(buffer)
         if self._extra or more:
-            # Under other names their order among the tensors would change, and with it the plan.
+            # Keep the order of names, because the save plan depends on it.
             self._tensors = {key: one for key, one in self._tensors.items() if key not in self._extra or key in more}
             self._tensors.update(more)
             self._extra = more
@@ -199,7 +199,7 @@ class StateInventory:
         return frozenset(key for key, parameter in self._weights.items() if parameter.requires_grad)
 
     def forget(self) -> None:
-        """Release all tensors, so that those the optimizer drops are not kept alive until the next save."""
+        """Release all tensors, so that tensors dropped by the optimizer are freed before the next save."""
         self._tensors, self._extra, self._states = {}, {}, []
         self._seen, self._slots, self._sizes, self._empty, self._copies = [], [], [], [], []
         self._weights = {}
@@ -216,7 +216,7 @@ class StateInventory:
             now = [holder[key] for holder, key in self._slots]
         except KeyError:
             return False
-        # Any other value may be or contain a tensor, as groups and the optimizer's own parts may.
+        # Any other value may be or contain a tensor. Groups and the optimizer's own entries may contain tensors too.
         if any(type(holder.get(key)) not in _PLAIN for holder, key in self._empty):
             return False
         if self._optimizer_state.tensors_elsewhere():
@@ -231,7 +231,7 @@ class StateInventory:
         buffers = checkpoint_contents.persistent_buffers(model)
         of_optimizer = self._optimizer_state.tensors()
         live = {**shared, **of_optimizer, **own}
-        # An optimizer's own name may hold a single value; if so, everything is walked every time.
+        # An optimizer's own name may hold a single value. If so, every call walks.
         dicts = [(owner, held) for owner, held in optimizer.state.items() if isinstance(held, dict)]
         self._states = [(owner, held, len(held)) for owner, held in dicts]
         self._slots = list(self._holders())
@@ -246,7 +246,7 @@ class StateInventory:
         self._memory = self._addresses(self._seen)
         self._weights = {f"model/{name}": parameter for name, parameter in model.named_parameters()}
         self._copies = []
-        # New tensor objects: the saver assumes that a known object is unchanged.
+        # Create new tensor objects, because the saver assumes that a known object is unchanged.
         live = {key: tensor.detach() for key, tensor in live.items()}
         if self._lazy:
             loose = [*own, *(key for key in shared if key.removeprefix("model/") in buffers)]
@@ -256,7 +256,7 @@ class StateInventory:
         self._tensors, self._extra = {**live, rng_name(self._rank): self._rng}, {}
 
     def _holders(self) -> Iterator[tuple[Holder, str]]:
-        """Yield the slots in which modules and the optimizer keep their tensors, so that replacements are detected."""
+        """Yield the slots in which modules and the optimizer keep tensors, to detect replaced tensors."""
         for module in self._model.modules():
             for holder in _module_holders(module):
                 yield from ((holder, key) for key in holder)
@@ -264,7 +264,7 @@ class StateInventory:
             yield from ((held, key) for key, value in held.items() if isinstance(value, torch.Tensor))
 
     def _addresses(self, held: Sequence[Any]) -> list[tuple[object, ...]]:
-        """Return address, shape and type of every tensor, or of this rank's shard of it."""
+        """Return address, shape and type of every tensor, with the local shard's address for a sharded tensor."""
         tensors: Sequence[Any] = [each for each in held if isinstance(each, torch.Tensor)]
         forms = [(tensor.shape, tensor.dtype) for tensor in tensors]
         if self._sharded:

@@ -1,1 +1,1 @@
-"""Work of a rank before its first step: imports, device, rendezvous, benchmark of its node."""
+"""Work of a rank before its first step: imports, device, rendezvous, node benchmark."""

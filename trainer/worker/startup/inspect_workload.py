@@ -1,7 +1,7 @@
-"""Import of a workload before a run exists; reports its modules, and settings that it does not support.
+"""Program that imports a workload at submit and reports its modules and the settings it does not support.
 
 `python -P -m trainer.worker.startup.inspect_workload ANSWER` reads the configuration as JSON from stdin. It writes JSON
-objects, one per line, to the descriptor ANSWER: `code`, then `refused` (reason and remedy), and `done`; or `failed`.
+objects, one per line, to the descriptor ANSWER: `code`, then `refused` (reason and remedy) and `done`; or `failed`.
 """
 
 import json
@@ -54,7 +54,7 @@ def _missing_parallelize(kind: type[Any], config: JobConfig) -> list[str]:
 
 
 def _wrong_wrap(config: JobConfig) -> list[str]:
-    """Return why `parallel.fsdp.wrap` matches no part of the model; empty if it does, or if that needs real weights."""
+    """Return why `parallel.fsdp.wrap` matches no part of the model; empty if it does or if this is unknown."""
     wrap = config.parallel.fsdp.wrap
     if wrap == "auto" or wrap.isdecimal():
         return []

@@ -1,4 +1,4 @@
-"""Completion of an attempt's code record with modules that rank 0 imported by its first step."""
+"""Addition of modules that rank 0 imported by its first step to an attempt's code record."""
 
 import sys
 from collections.abc import Collection
@@ -13,7 +13,7 @@ from trainer.worker.reporting.stderr_best_effort import write_stderr
 
 
 def record_late_code(attempt: AttemptDir, config: JobConfig, skip: Collection[str], journal: Journal) -> None:
-    """Add the user's modules, except `skip`, to `attempt.code`, with an event if any is new or has changed."""
+    """Add the user's modules, except `skip`, to `attempt.code`. Write an event if any is new or has changed."""
     if config.trains_built_in_workload:
         return
     modules = {name: module for name, module in list(sys.modules.items()) if name not in skip}

@@ -1,4 +1,4 @@
-"""Benchmark of a rank's node and network before the first step: fixed work, usually under a second, time-limited."""
+"""Short, time-limited benchmark of a rank's node and network before the first step."""
 
 import time
 from collections.abc import Callable
@@ -17,7 +17,7 @@ _EXCHANGE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 
 
 def measure(spec: RankSpec, config: JobConfig, control: socket, device: torch.device) -> None:
-    """Measure this node and report to its agent, if enabled; collective. Not exercised on a GPU yet."""
+    """Measure this node and report to its agent, if enabled. Collective. Not exercised on a GPU yet."""
     if not config.detection.preflight.on or not spec.fit:
         return
     began = time.monotonic()
@@ -28,14 +28,14 @@ def measure(spec: RankSpec, config: JobConfig, control: socket, device: torch.de
 
 
 class _TimeBudget:
-    """Agreement of all ranks before each try on whether the slowest of them has time left for it."""
+    """Agreement of all ranks, before each try, on whether the slowest rank has enough time left."""
 
     def __init__(self, began: float, seconds: float, device: torch.device) -> None:
         self._began, self._seconds, self._device = began, seconds, device
         self._last, self._longest = time.monotonic(), 0.0
 
     def allows_another(self) -> bool:
-        """Collective: return whether another try fits, assuming it may take as long as the longest so far."""
+        """Return whether there is time for a try as long as the longest so far. Collective."""
         now = time.monotonic()
         self._longest, self._last = max(self._longest, now - self._last), now
         until = torch.tensor([now - self._began + self._longest], dtype=torch.float64, device=self._device)
@@ -56,9 +56,10 @@ def _exchanges(spec: RankSpec, budget: _TimeBudget, device: torch.device) -> lis
 
 
 def partners(rank: int, world: int, local_world: int) -> list[int]:
-    """Return the partner of a rank in every round, or -1.
+    """Return the partner of a rank in every round, or -1 for a round without a partner.
 
-    First ranks meet both neighbours of their node in the ring of nodes; in the last round, ranks meet within nodes.
+    The first rank of each node exchanges data with both neighbors in the ring of nodes. In the last round, ranks on the
+    same node exchange data.
     """
     node, local = divmod(rank, local_world)
     nodes = world // local_world
@@ -72,7 +73,7 @@ def partners(rank: int, world: int, local_world: int) -> list[int]:
 
 
 def _ring_neighbour(one: int, count: int, turn: int) -> int:
-    """Return a member's partner when a ring is split into pairs from `turn` on; -1 for the unpaired member."""
+    """Return a member's partner when a ring is split into pairs, starting at `turn`; -1 for an unpaired member."""
     other = (one - turn) % count ^ 1
     return (other + turn) % count if other < count else -1
 
@@ -92,7 +93,7 @@ def _memory(device: torch.device) -> float:
 
 
 def _choose_clock(device: torch.device) -> Callable[[], float]:
-    """Return the clock: on a CPU with one thread its running time, which excludes other processes on the core."""
+    """Return the clock. On a CPU with one thread, it is CPU time, which excludes other processes on the core."""
     return time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 
 
@@ -103,7 +104,7 @@ def _best(
     clock: Callable[[], float] = time.perf_counter,
     go_on: Callable[[], bool] = lambda: True,
 ) -> float:
-    """Return the seconds of the fastest of a few tries; the warm-up counts only without time for more."""
+    """Return the seconds of the fastest of a few tries. The warm-up counts only if there is no time for more."""
     seconds = [_measure_seconds(work, device, clock)]
     for tried in range(_REPEATS):
         if not go_on():
@@ -123,9 +124,9 @@ def _measure_seconds(work: Callable[[], object], device: torch.device, clock: Ca
 
 
 def _exchange(spec: RankSpec, partner: int, device: torch.device, budget: _TimeBudget) -> float:
-    """Return the seconds in which a pair exchanges data; a rank without a partner sends to itself.
+    """Return the seconds a pair needs to exchange data. A rank without a partner sends to itself.
 
-    WARNING: a collective, because hang analysis would count messages between two ranks as skipped collectives.
+    This uses a collective, because hang analysis would count messages between two ranks as skipped collectives.
     """
     ours = torch.zeros(_EXCHANGE_BYTES[device.type] // 4, dtype=torch.float32, device=device)
     theirs = torch.empty_like(ours)

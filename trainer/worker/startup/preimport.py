@@ -1,4 +1,4 @@
-"""Imports in the fork server that forked ranks would repeat, and signals of DataLoader workers."""
+"""Imports in the fork server that forked ranks need not repeat, and signal handling in DataLoader workers."""
 
 import importlib
 from collections.abc import Callable
@@ -11,10 +11,10 @@ from trainer.worker import workload
 
 
 def protect_data_loader_workers() -> None:
-    """Make every worker forked from now on ignore these signals; it still ends with its DataLoader or its rank.
+    """Make DataLoader workers ignore Slurm's signals. They still exit with their DataLoader or their rank.
 
-    Each worker begins with torch's `_set_worker_signal_handlers`. Its handlers end the worker at a SIGTERM from any
-    process except its rank, and a lost worker ends the rank before it has saved.
+    Each worker first calls torch's `_set_worker_signal_handlers`. Its handlers end the worker on a SIGTERM from any
+    process except its rank, and a lost worker ends the rank before it can save.
     """
     original = signal_handling._set_worker_signal_handlers  # type: ignore[attr-defined]
     if not isinstance(original, _Protected):
@@ -50,7 +50,7 @@ _LAZY_MODULES = (
     # `torch.save` and the profiler import these on their first call.
     "torch.utils.serialization.config",
     "torch.profiler._cupti_monitor",
-    "encodings.idna",  # host names in calls of sockets
+    "encodings.idna",  # host names in socket calls
     "checkpointing.engine.checkpointer",
 )
 
@@ -58,7 +58,7 @@ _LAZY_MODULES = (
 def import_lazy_parts() -> None:
     """Import parts of torch in advance, so that a restart reads nothing from a replaced installation.
 
-    Makes no tensor: one parallel operation in a parent process would hang every forked child.
+    It must not create tensors, because one parallel operation in a parent process would hang every forked child.
     """
     for name in _LAZY_MODULES:
         try:
@@ -69,6 +69,6 @@ def import_lazy_parts() -> None:
 
 
 def import_workload(config: JobConfig) -> None:
-    """Import the module of the run's workload; its exceptions are passed on."""
+    """Import the module of the run's workload. Its exceptions are not caught."""
     if not config.command:
         workload.find(config.workload)

@@ -23,7 +23,7 @@ from trainer.protocol.messages.ranks import (
 
 
 class NodeFault(RuntimeError):
-    """This node lacks resources promised to the job; the same work may succeed on another one."""
+    """This node lacks resources promised to the job. The same work may succeed on another node."""
 
 
 def is_node_fault(error: BaseException) -> bool:
@@ -34,7 +34,7 @@ def is_node_fault(error: BaseException) -> bool:
 
 
 def choose(cluster: ClusterShape, local_rank: int) -> torch.device:
-    """Return the GPU with the rank's local number, or the CPU if no GPUs were requested; raises NodeFault."""
+    """Return the GPU with the rank's local number, or the CPU if no GPUs were requested. Raises NodeFault."""
     wanted = cluster.gpus_per_node
     if not wanted:
         return torch.device("cpu")
@@ -49,30 +49,30 @@ def choose(cluster: ClusterShape, local_rank: int) -> torch.device:
 
 
 def backend(device: torch.device) -> str:
-    """Return the backend; host memory always uses gloo, so that checkpoints can coordinate without a GPU."""
+    """Return the backend. Host memory always uses gloo, so that checkpoints can coordinate without a GPU."""
     return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
 
 
 def be_deterministic(threads: int) -> None:
-    """Fix settings that could change bits between two runs: thread count, kernel choice, scratch memory of cuBLAS.
+    """Fix settings that could change bits between two runs: thread count, kernel choice, cuBLAS workspace.
 
-    Operations without a deterministic kernel only warn, until `be_strict`.
+    Operations without a deterministic kernel only warn, unless `be_strict` is called.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # Filling every new tensor costs a write of it; nothing here reads uninitialized memory.
+    # Filling every new tensor costs time, and nothing here reads uninitialized memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a property
     torch.backends.cudnn.benchmark = False
 
 
 def be_strict() -> None:
-    """Raise on operations without a deterministic kernel; only then does attention's backward on GPUs use its own."""
+    """Make operations without a deterministic kernel raise. Attention's backward on GPUs needs it too."""
     torch.use_deterministic_algorithms(True, warn_only=False)
 
 
 def threads_per_rank(cluster: ClusterShape) -> int:
-    """Return the threads per rank from the configuration, not the machine: another count changes the order of sums."""
+    """Return the threads per rank. They come from the configuration, because the count affects the order of sums."""
     return max(1, cluster.cpus_per_task // cluster.ranks_per_node)
 
 
@@ -81,15 +81,15 @@ _COLLECTIVE_TIMEOUT = timedelta(hours=2)  # last resort: longer than any legitim
 
 
 KEY_BYTES = 32
-_BACKLOG = 4096  # waiting connections: all ranks connect at once
+_BACKLOG = 4096  # pending connections, because all ranks connect at the same time
 
 
 class PeerLost(RuntimeError):
-    """A peer or the agent disconnected before this rank could continue; the cause is elsewhere."""
+    """A peer or the agent disconnected before this rank could continue. The cause is elsewhere."""
 
 
 def choose_interface(interface: str, host: str) -> None:
-    """Select the network of gloo and NCCL, unless the user's environment already does."""
+    """Select the network for gloo and NCCL, unless the user's environment already does."""
     chosen = interface or find_interface(host)
     if chosen:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", chosen)
@@ -98,9 +98,9 @@ def choose_interface(interface: str, host: str) -> None:
 
 
 def find_interface(host: str) -> str:
-    """Return the interface with the address `host`; empty if this machine lacks it.
+    """Return the interface with the address `host`; empty if this machine has none.
 
-    By default gloo uses the address of the host's own name, which many distributions map to a loopback address.
+    By default, gloo uses the address of the host's own name, which many distributions map to a loopback address.
     """
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == host for address in addresses):
@@ -116,7 +116,7 @@ def _loopback(host: str) -> bool:
 
 
 def open_store(spec: RankSpec, control: socket.socket) -> tuple[TCPStore, bytes]:
-    """Return the store and the generation's secret key, which agents pass from rank 0 to the others."""
+    """Return the store and the generation's secret key, which agents pass from rank 0 to the other ranks."""
     if spec.rank == 0:
         host, key = spec.host, secrets.token_bytes(KEY_BYTES)
         store = _host_store(host)
@@ -130,7 +130,7 @@ def open_store(spec: RankSpec, control: socket.socket) -> tuple[TCPStore, bytes]
 
 
 def _host_store(host: str) -> TCPStore:
-    """Return a store that listens on this one address; by default torch listens on all interfaces."""
+    """Return a store that listens only on this address. By default, torch listens on all interfaces."""
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     with socket.create_server((host, 0), family=family, backlog=_BACKLOG) as listener:
         port: int = listener.getsockname()[1]
@@ -149,8 +149,8 @@ def _receive_store(control: socket.socket) -> tuple[str, int, bytes]:
 
 
 def join(spec: RankSpec, control: socket.socket, device: torch.device) -> bytes:
-    """Join the world of this generation and return its key; blocks until every rank has joined."""
-    # gloo then connects two ranks at their first message: a ring needs two sockets per rank, all pairs W.
+    """Join the world of this generation and return its key. Blocks until every rank has joined."""
+    # gloo then connects two ranks at their first message. A ring needs two sockets per rank, instead of one per peer.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     store, key = open_store(spec, control)
     dist.init_process_group(
@@ -165,7 +165,7 @@ def join(spec: RankSpec, control: socket.socket, device: torch.device) -> bytes:
 
 
 def leave() -> None:
-    """Leave the world; the work is done and saved, so a peer that left first is not a failure."""
+    """Leave the world. The work is finished and saved, so it is no failure if a peer has left first."""
     try:
         dist.barrier()
         dist.destroy_process_group()

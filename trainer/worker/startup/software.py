@@ -1,4 +1,4 @@
-"""Software of every rank, and its difference from that of a checkpoint."""
+"""Software of every rank, and its differences from a checkpoint's software."""
 
 import hashlib
 import os
@@ -17,7 +17,7 @@ _CPU_IDENTITY = frozenset({"vendor_id", "cpu family", "model", "model name", "CP
 _CPU_FLAGS = frozenset({"flags", "Features"})
 _ARITHMETIC = re.compile(r"(sse|ssse|avx|amx|fma|f16c|asimd|sve|sme|bf16|i8mm)")
 _KERNEL_SETTINGS = re.compile(r"(ONEDNN_|DNNL_|MKL_|ATEN_CPU_CAPABILITY$)")
-"""Variables with which MKL, oneDNN and torch choose CPU kernels."""
+"""Variables that affect which CPU kernels MKL, oneDNN and torch choose."""
 
 
 def software(device: torch.device) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def software(device: torch.device) -> dict[str, Any]:
         "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "text_hash": f"{hash('orch') & 0xFFFFFFFF:08x}",  # equal if PYTHONHASHSEED is; it affects the order of strings
+        "text_hash": f"{hash('orch') & 0xFFFFFFFF:08x}",  # depends on PYTHONHASHSEED, like the order of string sets
     }
     if device.type == "cpu":
         found |= {"cpu_model": _cpu_model(), "kernel_settings": _kernel_settings()}
@@ -46,7 +46,7 @@ def software(device: torch.device) -> dict[str, Any]:
 
 
 def _cpu_model() -> str | None:
-    """Return the CPU's name and a digest of its model and instruction sets, by which libraries choose kernels."""
+    """Return the CPU's name and a digest of its model and instruction sets, which decide the choice of kernels."""
     if (text := _read(_CPU_INFO)) is None:
         return None
     lines = text.partition("\n\n")[0].splitlines()
@@ -69,20 +69,21 @@ def _read(path: Path) -> str | None:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return changes as name -> [before, now]."""
+    """Return the changed values as name -> [before, now]."""
     names = sorted({*before, *now})
     return {name: [before.get(name), now.get(name)] for name in names if before.get(name) != now.get(name)}
 
 
 FIRST = "software"
-"""Key in a checkpoint's facts: the software of rank 0."""
+"""Key in a checkpoint's facts for the software of rank 0."""
 RANKS = "rank_software"
-"""Key in a checkpoint's facts: `others`, the distinct sets that differ from rank 0's, and `ranks`, the number of each
-rank's set: 0 for rank 0's, n for `others[n - 1]`. Both are empty if all ranks are equal."""
+"""Key in a checkpoint's facts for the software of other ranks. `others` has the distinct sets that differ from rank
+0's. `ranks` has the number of each rank's set: 0 for rank 0's, n for `others[n - 1]`. Both are empty if all ranks are
+equal."""
 
 
 def software_facts(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the facts of a checkpoint about the software of all ranks, each distinct set once."""
+    """Return a checkpoint's facts about the software of all ranks, with each distinct set once."""
     distinct: list[Mapping[str, Any]] = []
     for each in of_ranks:
         if each not in distinct:
@@ -94,10 +95,11 @@ def software_facts(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def changed_software(
     saved: Mapping[str, Any], of_ranks: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[str, list[Any]], dict[str, int]]:
-    """Return the software of any rank that differs from its predecessor's in a checkpoint with the facts `saved`.
+    """Return how the software of any rank differs from that in a checkpoint with the facts `saved`.
 
-    The first value maps a name to [before, now] of the first rank that differs, the second to that rank's number unless
-    it is 0. Ranks beyond the saving world are compared with its rank 0. Imported checkpoints have no such facts.
+    The first dict maps a name to [before, now] on the first rank that differs. The second maps it to that rank's number
+    unless it is 0. New ranks in a larger world are compared with the saved rank 0. Imported checkpoints have no such
+    facts, so nothing differs.
     """
     changes: dict[str, list[Any]] = {}
     ranks: dict[str, int] = {}

@@ -105,7 +105,7 @@ def diff(screen: Screen, first: str, second: str) -> None:
 
 
 def compose_config(source: str, overrides: tuple[str, ...]) -> Any:
-    """Return the configuration. Raises NotFound; for the name of a run, the hint has the commands for that run."""
+    """Return the configuration. Raises NotFound, with the commands for a run as the hint if a run has this name."""
     from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
 
     try:

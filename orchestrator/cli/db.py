@@ -24,8 +24,8 @@ def db() -> None:
     rollback journal. All others (BeeGFS, WekaFS, JuiceFS, GlusterFS, SMB, sshfs, mounted object stores) and other
     mount options are refused.
 
-    A registry in a refused place can still be read. To write, move it: `orch db backup /local/disk/registry.db`, then
-    `export ORCH_REGISTRY=/local/disk/registry.db`.
+    A registry on a refused file system can still be read. To write, move it: `orch db backup /local/disk/registry.db`,
+    then `export ORCH_REGISTRY=/local/disk/registry.db`.
     """
 
 

@@ -1,4 +1,4 @@
-"""Entry point of the `orch` program: few imports, so that Ctrl-C exits quietly while the rest load."""
+"""Entry point of the `orch` program, with few imports, so that Ctrl-C exits quietly while the others load."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The `orch` program: the table of verbs and their modules, and the edge where errors become exit codes."""
+"""The `orch` program: the table of verbs and their modules, and the edge at which errors become exit codes."""
 
 import os
 import re
@@ -85,7 +85,7 @@ def run(args: Sequence[str] | None = None) -> int:
     except ReaderGone:
         return READER_GONE
     except OutputLost as error:
-        screen.json = False  # there is nowhere to write a JSON object
+        screen.json = False  # a JSON object cannot be written anywhere
         return _report_error(screen, error)
     except OrchError as error:
         return _report_error(screen, error)
@@ -136,7 +136,7 @@ _WHOLE_NUMBER = ("is not a valid integer range", "is not a whole number")
 
 
 def redact_command_line(words: Sequence[str]) -> str:
-    """Return a command line that may be stored: no values of `env` or `notify`, and no credentials in URLs."""
+    """Return a command line that may be stored, without values of `env` or `notify` or credentials in URLs."""
     from checkpointing.storage.backends import without_secrets
 
     return without_secrets(

@@ -20,7 +20,7 @@ from trainer.protocol.config_sections.scheduler_kinds import LOCAL
 from trainer.protocol.restore_test import FOUND_BAD, UNDECIDED, Outcome
 
 LOOK_EVERY = 0.5
-"""Seconds between two checks for verdicts."""
+"""Seconds between checks for verdicts."""
 
 
 RESTORE_TEST_JSON = """
@@ -74,7 +74,7 @@ def restore_test(
             for each in wanted
         ]
         for request in requests:
-            check_test(store, run, request)  # all of them, before the first one begins
+            check_test(store, run, request)  # check every test before the first one begins
         started = time.time()
         screen.if_interrupted = lambda: _interrupt_message(run, started)
         begun = [begin_test(store, DirectFiles(), run, request, time.time()) for request in requests]
@@ -115,7 +115,7 @@ def _find_checkpoint(screen: Screen, store: Any, target: str) -> tuple[Run, Chec
     run = saving_run(name)
     rows = store.checkpoints(run.name)
     if store.config(run.config_digest).get("command"):
-        # Only the registry has the checkpoints of a user's own program.
+        # Only the registry lists the checkpoints of a user's own program.
         rows = [row for row in rows if row.trust is not Trust.DELETED]
         same = [row for row in rows if step in ("", "latest", str(row.step), row.name)]
         if not same:
@@ -227,7 +227,7 @@ def _columns(people: bool) -> list[Column]:
 
 
 def show_tests(screen: Screen, tests: Sequence[RestoreTest], *, of_one_run: bool = False) -> None:
-    """Print one line per test; for tests of one run, without its name and aligned everywhere."""
+    """Print one line per test. With `of_one_run`, omit the run's name, and always align the columns."""
     columns = _columns(True)[1:] if of_one_run else _columns(screen.terminal)
     screen.table(columns, [_cells(test) for test in tests], aligned=of_one_run)
 
@@ -332,7 +332,7 @@ def run(screen: Screen, only_due: bool, force: bool) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Proven:
-    """A checkpoint that restore tests restored on `layouts`, most recently at `ended_at`."""
+    """A checkpoint that restore tests have restored on `layouts`, most recently at `ended_at`."""
 
     step: int
     checkpoint: str
@@ -349,14 +349,14 @@ def by_checkpoint(tests: Iterable[RestoreTest]) -> dict[str, list[RestoreTest]]:
 
 
 def _newest_by_layout(tests: Iterable[RestoreTest]) -> dict[str, RestoreTest]:
-    """Map each layout to the newest test with a verdict, from the tests of one checkpoint."""
+    """Map each layout to the newest of one checkpoint's tests that has a verdict."""
     finished = [test for test in tests if test.ended_at is not None and test.verdict not in UNDECIDED]
     newest = {test.layout: test for test in sorted(finished, key=_end_time)}
     return dict(sorted(newest.items(), key=lambda item: (item[0] != SAME, len(item[0]), item[0])))
 
 
 def layouts_in_words(tests: Sequence[RestoreTest]) -> str:
-    """Describe the tests of one checkpoint: `same, 1` if restored on both, else the failures; then running tests."""
+    """Describe the tests of one checkpoint: `same, 1` if both restored it, or the failures; then running tests."""
     newest = _newest_by_layout(tests)
     bad = [f"{test.verdict} on {layout}" for layout, test in newest.items() if test.verdict != Outcome.RESTORED]
     under_way = [test.layout for test in tests if test.ended_at is None]

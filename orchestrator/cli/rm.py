@@ -44,7 +44,7 @@ SHOWN = 3
 
 @dataclass(frozen=True, kw_only=True)
 class TierCopies:
-    """A run's checkpoints in a tier outside its folder; `left` describes what is kept there, and why."""
+    """A run's checkpoints in a tier outside its folder; `left` describes what stays in the tier, and why."""
 
     tier: Tier
     names: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ class TierCopies:
 
 @dataclass(frozen=True, kw_only=True)
 class RemovalPlan:
-    """Plan for the removal of a run. `folder` holds its files now; None if there is nothing to delete."""
+    """Plan for the removal of a run. `folder` now holds its files; None if there is nothing to delete."""
 
     run: Run
     first: Attempt
@@ -70,7 +70,7 @@ class RemovalPlan:
 
     @property
     def all_bytes(self) -> int:
-        """Bytes freed in total."""
+        """Total bytes that the removal frees."""
         return self.bytes + sum(item.bytes for item in self.copies) + sum(test.all_bytes for test in self.tests)
 
     def lines(self) -> Iterator[str]:
@@ -208,7 +208,7 @@ def plan_removal(store: Store, run: Run, *, keep_copies: bool, forget: bool) -> 
 
 
 def _find_copies(tier: Tier, own: OwnCheckpoints, keep: bool) -> TierCopies:
-    """Return the run's checkpoints in a tier outside its folder; with `keep`, all of them stay."""
+    """Return the run's checkpoints in a tier outside its folder; with `keep`, they all stay."""
     try:
         names = tier.catalog.names()
         if keep:
@@ -237,7 +237,7 @@ def _deletion_path(run: Run, first: Attempt) -> Path:
 
 
 def own_folder(run: Run, first: Attempt, *, submitted: bool) -> Path | None:
-    """Return the folder that has the run's files now; None if they are gone or never existed.
+    """Return the folder that now has the run's files; None if they are gone or never existed.
 
     Raises Precondition for a folder that is not provably this run's, or that cannot be read.
     """
@@ -254,7 +254,7 @@ def own_folder(run: Run, first: Attempt, *, submitted: bool) -> Path | None:
 
 
 def _is_own_folder(run: Run, folder: Path) -> bool:
-    """Return whether this user's folder exists. Raises Precondition if anything else has its name."""
+    """Return whether the folder exists and is this user's. Raises Precondition if anything else has its name."""
     try:
         found = os.lstat(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -270,7 +270,7 @@ def _is_own_folder(run: Run, folder: Path) -> bool:
 
 
 def _unreadable(run: Run, error: OSError, place: Path, remedy: str) -> Precondition:
-    # It does not offer --forget, since the folder may be the run's own.
+    # The hint does not offer --forget, because the folder may be the run's own.
     what = f"the folder of {run.name} cannot be read: {error.strerror or error}"
     hint = f"{remedy}, then run the same command again" if isinstance(error, PermissionError) else "orch doctor"
     return Precondition(what, where=str(place), hint=hint)
@@ -295,7 +295,7 @@ def _foreign_folder(run: Run, what: str, remedy: str) -> Precondition:
 def bytes_below(run: Run, folder: Path) -> int:
     """Return the bytes that deleting a run's folder frees. Files with other hard links do not count.
 
-    Raises Precondition if another run's folder is inside, except inside the copy of the code.
+    Raises Precondition if another run's folder is inside, except in the copy of the code.
     """
     code, run_json = RunDir(folder).code, RunDir(folder).run
     total, places = 0, [folder]
@@ -342,7 +342,7 @@ def _own_copies(store: Store, run: Run) -> list[str]:
 
 
 def _try_remove(screen: Screen, store: Store, plan: RemovalPlan) -> bool:
-    """Remove one run and its restore tests. Returns False, with a warning, if that fails."""
+    """Remove one run and its restore tests; return False, after a warning, if that fails."""
     try:
         for each in (*plan.tests, plan):
             remove(store, each)

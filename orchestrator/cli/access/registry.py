@@ -1,4 +1,4 @@
-"""Access to the registry and the controller: late imports, and errors with the command to type."""
+"""Access to the registry and the controller, with late imports, and errors that name the command to type."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -62,7 +62,7 @@ def act_as_controller(screen: Screen, kind: str, known: tuple[str, ...], **optio
 
     try:
         report = service.tick_once(registry_path(), kind, **options)
-    except Fenced:  # a controller has become active meanwhile
+    except Fenced:  # a controller has become active in the meantime
         return ()
     silent: tuple[str, ...] = report.unreachable if report is not None else ()
     if silent and silent != known:

@@ -38,7 +38,7 @@ def existing_folder(run: str, run_dir: str) -> RunDir:
 
 
 def warn_of_missing(screen: Screen, run: str, run_dir: str) -> None:
-    """Warn if the run's folder is missing; for verbs that work without it."""
+    """Warn if the run's folder is missing, for verbs that work without it."""
     if _is_folder(run_dir) is False:
         screen.warn("folder_missing", f"{_missing(run)}: {run_dir}; {PUT_BACK}")
 
@@ -93,7 +93,7 @@ TAKE_OVER = "`orch controller start` takes over once its lease has expired"
 
 
 def controller_state(scheduler: str = "") -> LeaseState:
-    """Return whether a controller drives the runs of this scheduler (empty: any), and if not, why it stalls."""
+    """Return whether a controller drives the runs of this scheduler (empty: of any), and if not, why."""
     return displayed_state(fast_queries.lease(registry_path(), scheduler or None), time.time())
 
 
@@ -104,7 +104,7 @@ class RunLocation:
     run: str
     scheduler: str
     reached: bool
-    lives: bool  # whether a controller for it is alive
+    lives: bool  # whether a controller for that scheduler is alive
 
     def require_answer(self) -> None:
         """Raise Precondition if no controller serves the run and none can be started from here."""
@@ -126,7 +126,7 @@ def locate_run(run: str, kind: str, scheduler: str) -> RunLocation:
 
 
 def reaches(kind: str, scheduler: str) -> bool:
-    """Return whether this host reaches that scheduler; also True if this host's scheduler does not answer now."""
+    """Return whether this host reaches that scheduler. True also if this host's scheduler does not answer now."""
     from orchestrator.scheduler.available_schedulers import kinds, make_instance
 
     if not scheduler:
@@ -137,7 +137,7 @@ def reaches(kind: str, scheduler: str) -> bool:
 
 
 def where_to_type(scheduler: str) -> str:
-    """Return the host on which commands reach this scheduler; empty for this host or if unknown."""
+    """Return the host on which commands reach this scheduler; empty if it is this host or unknown."""
     kind, _, host = scheduler.partition("@")
     if kind != LOCAL:
         return f"on a login node of {scheduler}" if scheduler else ""

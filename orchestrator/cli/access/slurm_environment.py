@@ -1,4 +1,4 @@
-"""Compare this shell's Slurm client environment with the controller's, in case only one of them works."""
+"""Compare this shell's Slurm environment with the controller's, because only one of them may work."""
 
 import os
 import time
@@ -17,12 +17,12 @@ _ELSEWHERE = "in a shell where `sinfo` answers (`export SLURM_CONF=FILE`), type 
 
 
 def read_live_contact(lease: Lease | None) -> SlurmContact | None:
-    """Return the Slurm contact of the live controller with this lease; None without a controller or first report."""
+    """Return the Slurm contact of the live controller with this lease; None if there is none, or no report yet."""
     return read_contact(registry_path(), lease) if displayed_state(lease, time.time()).alive else None
 
 
 def silence_reason(lease: Lease | None) -> str:
-    """Return why a live controller gets no answer from its Slurm; empty if it gets one."""
+    """Return why a live controller gets no answer from its Slurm; empty if Slurm answers."""
     contact = read_live_contact(lease)
     return contact.silence if contact is not None else ""
 
@@ -36,7 +36,7 @@ def unset_words(kind: str) -> str:
 
 
 def warn_of_silence(screen: Screen, kind: str, scheduler: str, here: str) -> bool:
-    """Warn if a request is pending because its scheduler does not answer; return whether it is.
+    """Warn if a request is pending because its scheduler does not answer; return whether it is pending.
 
     `here` is the error from this process's own controller pass; empty if a controller acts.
     """
@@ -56,7 +56,7 @@ def warn_of_silence(screen: Screen, kind: str, scheduler: str, here: str) -> boo
     if silence or any(displayed_state(lease, time.time()).alive for lease in leases):
         return bool(silence)
     reached = make_instance(kind)
-    if not reached():  # no pass has queried it: no live controller belongs to it
+    if not reached():  # no pass has queried the scheduler, because it has no live controller
         screen.warn(
             "no_answer", f"{kind} does not answer from here ({reached.silence}): the request stands; {_ELSEWHERE}"
         )

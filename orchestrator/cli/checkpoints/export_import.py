@@ -24,7 +24,7 @@ from orchestrator.errors import CheckpointInvalid, ConfigError, NotFound, OrchEr
 _PROVENANCE = "orch.json"
 """Provenance file of an export."""
 _FILE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".tar", ".zip", ".gguf")
-"""Suffixes that an export's folder cannot have, because its name would look like a file's."""
+"""Suffixes that an export folder cannot have, because it would look like a file."""
 
 
 EXPORT_JSON = "{checkpoint, step, run, path, files: [{name, bytes}], bytes, tensors, compared, converted}"
@@ -45,8 +45,8 @@ def export(
 ) -> None:  # fmt: skip
     """Write a checkpoint's model into DIR, which must be new or empty, as files that other programs read.
 
-    Every byte is verified as it is read; the written files are read back and compared. DIR appears complete or not
-    at all. The checkpoint is pinned meanwhile; a SUSPECT one is exported with a warning. Tied weights are written
+    Every byte is verified as it is read; the written files are read back and compared. DIR appears complete or not at
+    all. The checkpoint is pinned during the export; a SUSPECT one is exported with a warning. Tied weights are written
     under each of their names. The vocabulary keeps its padding to a multiple of 64. `orch.json` records the origin.
 
     safetensors: for the built-in model, `config.json` and `model.safetensors` as `transformers` loads them (above 5
@@ -62,7 +62,7 @@ def export(
         f"interrupted: {folder} is {'complete' if (folder / _PROVENANCE).exists() and not before else 'not written'}"
     )
     chosen = find_one(target, screen.warn)
-    with suppress(OrchError), open_store(readonly=True) as store:  # a folder is exported without a registry, too
+    with suppress(OrchError), open_store(readonly=True) as store:  # a folder can be exported without a registry
         warn_if_doubted(screen.warn, find_registered(store, chosen)[1])
     verify.prepare()
     from trainer.models.checkpoint_export import ExportRequest
@@ -149,7 +149,7 @@ def import_(
     2). The exit code is 7 if the files are damaged.
     """
     from orchestrator.cli.runs.submit import launch
-    from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
+    from orchestrator.config.compose import compose  # imports omegaconf: only for verbs that read configurations
     from orchestrator.submission.create_run import check_beginning
 
     source = _find_weights(given)

@@ -1,11 +1,11 @@
 """`orch ckpt gc` and `orch ckpt du`: debris of ended attempts and disk usage.
 
-The registry decides whether a folder is debris: an ended attempt never comes back, its uncommitted files are never
-read, and deleting them twice is harmless. Deleting debris therefore needs no lease and does not disturb a controller.
-A tier that jobs copy checkpoints to is skipped while any attempt may be alive, because a live attempt copies the
-checkpoints of earlier ones under their names. This is checked before each file, since an attempt may begin meanwhile.
-A refused committed checkpoint is evidence. It is deleted only on request, only while no attempt of its run can be
-using it, and only under the lease, because the deletion is recorded in the registry.
+The registry decides whether a folder is debris. An ended attempt never comes back, nothing reads its uncommitted files,
+and deleting them twice is harmless. Deleting debris therefore needs no lease and does not disturb a controller. A tier
+to which jobs copy checkpoints is skipped while any attempt may be alive, because a live attempt copies earlier
+checkpoints under their names. This is checked before each file, because an attempt may begin at any time. A refused
+committed checkpoint is evidence. It is deleted only on request, only while no attempt of its run can be using it, and
+only under the lease, because the registry records the deletion.
 """
 
 import shlex
@@ -43,7 +43,7 @@ DEBRIS, REFUSED = "debris", "refused"
 
 @dataclass(frozen=True, kw_only=True)
 class GcCandidate:
-    """A folder that is not a valid checkpoint: its kind, the reason for it, and the reason to keep it, if any."""
+    """A folder that is not a valid checkpoint: its kind, the reason for that, and the reason to keep it, if any."""
 
     run: str
     tier: Tier
@@ -91,7 +91,7 @@ def gc(screen: Screen, runs: tuple[str, ...], everything: bool, dry_run: bool, r
 
     It works on every tier that this machine sees. It never touches what a live attempt writes; for a run with a
     live attempt it deletes nothing on the tiers that jobs copy to. It lists corrupt checkpoints and keeps them as
-    evidence, unless --refused is given. A run's next attempt also deletes what its jobs have left. The exit code is
+    evidence, unless --refused is given. A run's next attempt also deletes what earlier jobs have left. The exit code is
     4 if something could not be deleted.
     """
     if bool(runs) == everything:
@@ -100,7 +100,7 @@ def gc(screen: Screen, runs: tuple[str, ...], everything: bool, dry_run: bool, r
         raise ConfigError(what, where="command line: orch ckpt gc", hint=hint)
     screen.if_interrupted = lambda: "interrupted: deleted folders stay deleted; run the same command again for the rest"
     if runs:
-        with open_store(readonly=True) as store:  # check the names before anything else, controller or not
+        with open_store(readonly=True) as store:  # check the names first, whether or not a controller is alive
             runs = tuple(store.run(name).name for name in runs)
     with _open_registry(locked=refused and not dry_run) as (store, lease):
         chosen = store.runs() if everything else [store.run(name) for name in runs]
@@ -159,7 +159,7 @@ def find_tier_candidates(store: "Store", run: "Run", tier: Tier, *, refused: boo
 
 
 def _half_written(store: "Store", run: "Run", tier: Tier) -> Iterator[GcCandidate]:
-    # Folders first, then live attempts: an attempt that began in between is seen.
+    # List the folders before the live attempts, so that an attempt that begins in between is noticed.
     folders = find_debris(tier.catalog)
     attempts = store.attempts(run.name)
     ended = {(attempt.number, attempt.nonce) for attempt in attempts if attempt.state not in LIVE_ATTEMPTS}
@@ -219,7 +219,7 @@ def _corrupt(store: "Store", run: "Run", tier: Tier, refused: bool) -> Iterator[
 def _may_live(run: "Run", attempts: "Sequence[Attempt]") -> bool:
     """Return whether an attempt of the run may still read its checkpoints.
 
-    A LOST attempt may until a later one was allowed or the run has ended.
+    A LOST attempt may read them until a later attempt was allowed or the run has ended.
     """
     if any(attempt.state in LIVE_ATTEMPTS for attempt in attempts):
         return True
@@ -227,7 +227,7 @@ def _may_live(run: "Run", attempts: "Sequence[Attempt]") -> bool:
 
 
 def _still_good(tier: Tier, name: str) -> str:
-    """Return why a refused copy is kept: its bytes verify now, so another copy was bad or a read failed for a while."""
+    """Return why a refused copy is kept. If it verifies now, another copy was bad, or a read failed temporarily."""
     bad = {fault.file for fault in verify_checkpoint(tier.storage, name, 2).faults}
     if not bad:
         return "its bytes are intact"
@@ -253,7 +253,7 @@ def _delete(screen: Screen, store: "Store", lease: "Lease | None", item: GcCandi
 
 
 def _fence(store: "Store", run: "Run", lease: "Lease | None", item: GcCandidate) -> Callable[[], bool]:
-    """Return the check before each deletion step: debris must be unused, a committed checkpoint needs our lease."""
+    """Return the check before each deletion. Debris must be unused; a committed checkpoint needs our lease."""
 
     def is_unused() -> bool:
         parts = parse_name(item.name)
@@ -302,7 +302,7 @@ def _usage(screen: Screen, store: "Store", run: "Run") -> Iterator[dict[str, Any
             committed = {entry.name for entry in tier.catalog.committed_entries()}
             for name in tier.catalog.names():
                 if name not in own and not tier.is_within(place):
-                    continue  # belongs to another run of this name
+                    continue  # belongs to another run with this name
                 kind = trust.get(name, "COMMITTED") if name in committed else DEBRIS
                 empty = {"run": run.name, "tier": tier.label, "trust": kind, "count": 0, "bytes": 0, "collectable": 0}
                 row = sums.setdefault(kind, empty)

@@ -75,7 +75,7 @@ def _pins(target: Target, words: str) -> LocalStorage:
 
 
 def _find_pins(words: str) -> tuple[LocalStorage, list[str]]:
-    """Return the storage and names of the matching pins, including pins of deleted checkpoints."""
+    """Return the storage and the names of the matching pins, including pins of deleted checkpoints."""
     if is_location(words):
         target = locate_target(words)
         storage, step = _pins(target, words), target.name
@@ -126,7 +126,7 @@ def ls(screen: Screen, run: str, everything: bool) -> None:
     for row in rows.values() if is_command else ():
         row["tiers"] += [os.path.dirname(row["path"])] if os.path.lexists(row["path"]) else []
     on_nodes = config is not None and any(not tier.shared for tier in config.checkpoint.tiers)
-    # Without the folder its content is unknown, and the warning above covers that.
+    # Without the folder its content is unknown; the warning above says so.
     if _add_places(screen, rows, tiers, place, own) and Path(found.run_dir).is_dir() and not on_nodes:
         _mark_gone(screen, found.name, rows, is_command=is_command)
     _add_verdicts(rows, tiers)
@@ -158,7 +158,7 @@ def _row(found: Any, trust: str, path: str, reason: str) -> Row:
 def _add_places(screen: Screen, rows: dict[str, Row], tiers: list[Tier], place: RunDir, own: OwnCheckpoints) -> bool:
     """Add the tiers of each checkpoint, and a row for each checkpoint on disk that is not in the registry yet.
 
-    Returns whether every tier could be read. Checkpoints of another run of this name are only counted.
+    Returns whether every tier could be read. Checkpoints of another run with this name are only counted.
     """
     answered = True
     for tier in tiers:
@@ -178,7 +178,7 @@ def _add_places(screen: Screen, rows: dict[str, Row], tiers: list[Tier], place: 
 
 
 def _mark_gone(screen: Screen, run: str, rows: dict[str, Row], *, is_command: bool) -> None:
-    """Mark checkpoints as gone if no tier has them and orch did not delete them."""
+    """Mark the checkpoints that no tier has although orch did not delete them."""
     gone = [row for row in rows.values() if not row["tiers"] and row["trust"] != Trust.DELETED]
     for row in gone:
         what = f"gone: there is no {row['path']}" if is_command else "gone: no tier has it"

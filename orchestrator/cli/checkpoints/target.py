@@ -1,4 +1,4 @@
-"""Checkpoints named on a command line: `RUN@STEP`, a folder or a URL. They are pinned while a command reads them."""
+"""Checkpoints on a command line: `RUN@STEP`, a folder or a URL. They are pinned while a command reads them."""
 
 import shlex
 from collections.abc import Callable, Iterator
@@ -40,7 +40,7 @@ WAYS = (
 class Target:
     """A committed checkpoint (or a folder given as a checkpoint) and its location.
 
-    If not `shared`, it is on a node's own disk, which has only the files that this node's ranks wrote.
+    If it is not `shared`, it is on a node's own disk, which has only the files that the node's ranks wrote.
     """
 
     storage: Storage
@@ -85,12 +85,12 @@ class Target:
 
     @property
     def pins(self) -> LocalStorage | None:
-        """The storage with the pins of its run's checkpoints; None without a run."""
+        """Storage that holds the pins of its run's checkpoints; None without a run."""
         return None if self.run_dir is None else LocalStorage(self.run_dir.checkpoints)
 
 
 def split_target(words: str) -> tuple[str, str]:
-    """Split RUN[@STEP] into run and step, empty if it is not given. Raises ConfigError for an empty step."""
+    """Split RUN[@STEP] into run and step; the step is empty if absent. Raises ConfigError for `RUN@`."""
     name, mark, step = words[1:].partition("@")  # the run may be `@last`
     name = words[:1] + name
     if mark and not step:
@@ -110,7 +110,7 @@ def saving_run(name: str) -> "Run":
 
 
 def find(words: str, warn: Warn) -> list[Target]:
-    """Return the checkpoints that match `words`; of each, the nearest complete copy comes first.
+    """Return the checkpoints that match `words`, with the nearest complete copy of each one first.
 
     Raises NotFound or ConfigError. An unreadable tier is reported to `warn`; its OSError is raised if no other tier
     has a checkpoint.
@@ -145,7 +145,7 @@ def _select_step(run: "Run", words: str, step: str, listed: list[Target]) -> lis
 
 
 def _name_of_best(run: "Run") -> str:
-    """Return the name of a run's best checkpoint. Raises ConfigError if no metric is set, NotFound without a value."""
+    """Return the name of a run's best checkpoint. Raises ConfigError without a metric, NotFound without a value."""
     place = RunDir(Path(run.run_dir))
     with open_store(readonly=True) as store:
         bad = [row.name for row in store.checkpoints(run.name) if row.trust in (Trust.CORRUPT, Trust.SUSPECT)]
@@ -177,7 +177,7 @@ def is_location(words: str) -> bool:
 
 
 def locate_target(words: str) -> Target:
-    """Return the checkpoint at a folder's path or URL, with the run whose folder contains it."""
+    """Return the checkpoint at this path or URL, with the run whose folder contains it."""
     if "://" in words and not words.startswith("file://"):
         above, _, name = words.rstrip("/").rpartition("/")
         try:
@@ -207,15 +207,15 @@ def is_export(folder: Path) -> bool:
 
 
 def listing(run: "Run", place: RunDir, warn: Warn) -> list[Target]:
-    """Return all committed checkpoints of a run, newest first; copies are adjacent, the nearest complete one first.
+    """Return all committed checkpoints of a run, newest first, with the nearest complete copy of each one first.
 
-    Checkpoints of another run of this name in a shared tier are left out.
+    Checkpoints of another run with this name in a shared tier are left out.
     """
     with open_store(readonly=True) as store:
         own = own_checkpoints(store, run)
     found: dict[str, list[Target]] = {}
     unread: OSError | None = None
-    # Shared tiers first: a node's own disk may have only a part.
+    # Shared tiers come first, because a node's own disk may have only a part.
     for tier in sorted(visible_tiers(place), key=lambda tier: not tier.shared):
         try:
             entries, _ = tier.own_and_others(place, own)
@@ -234,7 +234,7 @@ def listing(run: "Run", place: RunDir, warn: Warn) -> list[Target]:
 
 
 def find_registered(store: "Store", target: Target) -> "tuple[Run | None, Checkpoint | None]":
-    """Return the run of a checkpoint and its row, each None if this registry does not have it."""
+    """Return a checkpoint's run and row; each is None if this registry does not have it."""
     if target.run_dir is None:
         return None, None
     try:
@@ -247,7 +247,7 @@ def find_registered(store: "Store", target: Target) -> "tuple[Run | None, Checkp
 
 
 def warn_if_doubted(warn: Warn, row: "Checkpoint | None") -> None:
-    """Warn about a checkpoint that the run would not resume from."""
+    """Warn about a checkpoint from which the run would not resume."""
     if row is not None and row.trust in (Trust.SUSPECT, Trust.CORRUPT):
         warn(row.trust.lower(), f"{row.name} is {row.trust}{f': {row.reason}' if row.reason else ''}")
 
@@ -256,8 +256,8 @@ def warn_if_doubted(warn: Warn, row: "Checkpoint | None") -> None:
 def kept_while_read(*targets: Target) -> Iterator[None]:
     """Pin these checkpoints within the block, each with a separate pin.
 
-    Raises NotFound for a checkpoint deleted before the pin was written. In a read-only folder nothing is pinned, and a
-    checkpoint deleted during the block raises NotFound, too.
+    Raises NotFound for a checkpoint that was deleted before the pin was written. A read-only folder cannot hold pins;
+    there, a checkpoint that is deleted within the block also raises NotFound.
     """
     of_runs = [target for target in targets if target.run is not None]
     with ExitStack() as pinned:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tier:
-    """A place where a run keeps checkpoints. `label` is its name for users: `run`, or its path.
+    """A tier of a run. `label` is its name for users: `run`, or its path.
 
     `is_copy_target` is True if jobs copy checkpoints to it from a faster tier, including those of earlier attempts.
     """
@@ -45,7 +45,7 @@ class Tier:
         return self.catalog.root.is_relative_to(place.path)
 
     def own_and_others(self, place: RunDir, own: OwnCheckpoints) -> tuple[list[Entry], list[Entry]]:
-        """Return this run's committed checkpoints, and those of other runs of this name. Raises OSError."""
+        """Return this run's committed checkpoints, and those of other runs with this name. Raises OSError."""
         entries = self.catalog.committed_entries()
         if self.is_within(place):
             return entries, []
@@ -90,12 +90,12 @@ def visible_tiers(place: RunDir) -> list[Tier]:
 
 
 def own_checkpoints(store: "Store", run: "Run") -> OwnCheckpoints:
-    """Return the set of names of this run's checkpoints, by its attempts in the registry."""
+    """Return the checkpoint names of this run, from its attempts in the registry."""
     return OwnCheckpoints.from_rows(run, store.attempts(run.name))
 
 
 def _locate_tier(place: RunDir, config: TierConfig, *, is_copy_target: bool) -> list[Tier]:
-    """Return one configured tier as seen from here; for disks of nodes, only the folders on this machine."""
+    """Return one configured tier as seen from here; for node disks, only the folders on this machine."""
     try:
         tier = resolve_tier(config, place.checkpoints, place.name, socket.gethostname())
     except (ImportError, ValueError) as error:
@@ -114,7 +114,7 @@ def _locate_tier(place: RunDir, config: TierConfig, *, is_copy_target: bool) -> 
 def missing_files(storage: Storage, name: str) -> tuple[frozenset[str], int]:
     """Return the files of a checkpoint that are missing here, and the total number of files. Raises OSError.
 
-    None are reported as missing if the manifest is invalid; verification reports that.
+    If the manifest is invalid, no file counts as missing; verification reports the manifest.
     """
     manifest, _ = read_sealed(storage, name)
     if manifest is None:

@@ -25,13 +25,13 @@ from orchestrator.cli.terminal.render import Column, Screen, count, size
 from orchestrator.errors import CheckpointInvalid, NotFound, Precondition
 
 LEAST_KEPT = 2
-"""Lowest level whose result is recorded; lower levels leave most bytes unread."""
+"""Lowest level whose result is recorded, because lower levels leave most bytes unread."""
 SHOWN_FAULTS, SHOWN_TENSORS = 20, 40
-"""Maximum numbers of faults of one checkpoint in text output, and of tensors on a terminal without --all."""
+"""Maximum number of faults per checkpoint in text output, and of tensors on a terminal without --all."""
 
 
 def prepare() -> None:
-    """Use one thread, since many are slower on few cores and a login node is shared; silence NumPy's warning."""
+    """Use one thread, since a login node is shared and has few cores for many; silence NumPy's warning."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
 
@@ -87,7 +87,7 @@ def _verify_one(screen: Screen, target: Target, level: int) -> dict[str, Any]:
     with screen.bar(target.name if target.step is None else f"step {target.step}") as meter:
         report = _report(target, level, meter)
     if not report.ok and target.run is not None:
-        require_there(target)  # a checkpoint that its run deleted meanwhile is not faulty
+        require_there(target)  # a checkpoint that its run has just deleted is not faulty
     rate = report.bytes / report.seconds / 1024**3 if report.seconds > 0 else 0.0
     # Files that cannot be read now do not prove a fault of the checkpoint.
     unreadable = not report.ok and all(fault.is_unreadable for fault in report.faults)
@@ -112,8 +112,8 @@ def _verify_one(screen: Screen, target: Target, level: int) -> dict[str, Any]:
 
 
 def _report(target: Target, level: int, meter: Any) -> Report:
-    """Verify a checkpoint, or the part of it that this node has. Raises OSError if its place does not answer."""
-    # Other faults of COMMIT are reported by the verification.
+    """Verify a checkpoint, or the part of it that this node has. Raises OSError if its storage does not answer."""
+    # The verification reports other faults of COMMIT.
     with suppress(ManifestError, FileNotFoundError, NotADirectoryError, IsADirectoryError):
         read_commit(target.storage, target.name)
     absent, total = (frozenset(), 0) if target.shared else missing_files(target.storage, target.name)
@@ -212,7 +212,7 @@ def _compare_targets(screen: Screen, left: Target, right: Target) -> Sequence[Te
     from checkpointing.engine.audit.diff import compare  # torch: seconds to import
     from checkpointing.engine.audit.sealed_checkpoint import SealedCheckpoint
 
-    side = left  # the side to name in a refusal; two copies of one checkpoint have the same name
+    side = left  # the side that a refusal names, because two copies of one checkpoint have the same name
     try:
         first = SealedCheckpoint.open(left.storage, left.name)
         side = right
@@ -231,7 +231,7 @@ def _compare_targets(screen: Screen, left: Target, right: Target) -> Sequence[Te
 
 
 def _part(key: str) -> str:
-    """Return the first part of a key: `model/`, `optimizer/` or `rng/`; keys of foreign files may use dots."""
+    """Return the first part of a key, such as `model/`. Keys of foreign files may use dots."""
     return key.replace(".", "/").partition("/")[0]
 
 
@@ -284,7 +284,7 @@ _DIFF_COLUMNS = [
 
 def _changed_settings(left: Target, right: Target) -> list[dict[str, Any]]:
     """Return the keys in which the configurations of the two runs differ; empty if one is unknown."""
-    from orchestrator.config import compose  # omegaconf: as torch above
+    from orchestrator.config import compose  # imports omegaconf, which is also slow
     from orchestrator.config.redaction import redacted_value
 
     try:

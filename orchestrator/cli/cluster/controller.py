@@ -27,12 +27,12 @@ from orchestrator.states import LIVE_RUNS
 from trainer.protocol.config_sections.scheduler_kinds import choices
 
 ALIVE_WITHIN = 30.0
-"""Seconds within which a new controller must acquire the lease."""
+"""Seconds in which a new controller must acquire the lease."""
 LOOK_EVERY = 0.1
 
 
 def start_controller(screen: Screen, kind: str) -> tuple[bool, Health]:
-    """Start a controller for this kind of scheduler unless one is alive. Raises Precondition if it does not come up.
+    """Start a controller for this kind of scheduler unless one is alive. Raises Precondition if none becomes alive.
 
     Returns whether this command started it, and its health.
     """
@@ -56,8 +56,8 @@ def start_controller(screen: Screen, kind: str) -> tuple[bool, Health]:
 def controller() -> None:
     """Start, stop, inspect or install the controller, the process that restarts runs.
 
-    `orch submit`, `orch resume` and `orch cancel` start a controller if none is alive. It exits when nothing is
-    left to do. If it is killed, `orch controller start` starts another. One controller serves one cluster: the
+    `orch submit`, `orch resume` and `orch cancel` start a controller if none is alive. It exits when nothing is left
+    to do. If it is killed, `orch controller start` starts another. One controller serves one cluster: the
     Slurm that its host reaches, or the local jobs of its host.
     """
 
@@ -87,7 +87,7 @@ START_JSON = "list of {started, alive, host, pid, epoch, renewed_at, ticked_at, 
 @click.option("--cluster", type=click.Choice(choices()), default="auto", help="Which runs to serve.")
 @click.pass_obj
 def start(screen: Screen, cluster: str) -> None:
-    """Start a controller in the background if none is alive; it ends when nothing is left to do.
+    """Start a controller in the background if none is alive; it exits when nothing is left to do.
 
     Without `--cluster` it starts one for each reachable cluster with live runs. Without live runs it starts one for
     the cluster of the newest run, or else for the Slurm that this host reaches or for its local jobs.
@@ -145,7 +145,7 @@ def tick(screen: Screen) -> int:
 def _pass() -> tuple[TickReport | None, str]:
     """Run a pass for each kind of scheduler here and merge the reports; None if controllers are alive for all of them.
 
-    Also returns why a scheduler has no acting controller; empty if all have one.
+    Also returns why a scheduler has no controller that acts; empty if all have one.
     """
     reports = {kind: service.tick_once(registry_path(), kind) for kind in kinds()}
     acted = [report for report in reports.values() if report is not None]

@@ -13,13 +13,13 @@ from orchestrator.home import make_state_home, registry_path, shipped_folder, st
 MARK = "# orch controller:"
 LOG = "controller-tick.log"
 TEMPLATE, OPTIONS = "controller.scrontab", "#SCRON"
-"""The template in `sbatch_templates/` with our lines, and the prefix of its Slurm-only lines."""
+"""Template in `sbatch_templates/` for our lines, and the prefix of lines that only Slurm reads."""
 PROGRAMS = {"cron": "crontab", "scrontab": "scrontab"}
 TIMEOUT = 30.0
 
 
 def lines(via: str, every: int) -> list[str]:
-    """Return our lines: the mark that identifies them, options (scrontab only), and the command."""
+    """Return our lines: the mark that identifies them, options (only in a scrontab), and the command."""
     words = [sys.executable, "-P", "-m", "orchestrator.cli.main", "controller", "tick", "--quiet"]
     registry = str(registry_path().absolute())
     places = {"ORCH_HOME": str(state_home().resolve()), "ORCH_REGISTRY": registry, **_search_paths()}
@@ -49,7 +49,7 @@ def read(via: str) -> list[str]:
     done = _run(via, "-l")
     if done.returncode == 0:
         return done.stdout.splitlines()
-    # No other error counts as empty: the returned lines replace the whole table when written back.
+    # Any other error must not count as an empty table, because the result replaces the whole table.
     if "no crontab" in done.stderr.lower():
         return []
     what = f"{PROGRAMS[via]} -l failed: {done.stderr.strip() or f'exit code {done.returncode}, no output'}"
@@ -72,7 +72,7 @@ def without(table: list[str]) -> list[str]:
 
 def write(via: str, table: list[str]) -> None:
     """Replace the user's whole table."""
-    (make_state_home() / LOG).touch(mode=0o600)  # Slurm opens a job's `--output` with a different umask
+    (make_state_home() / LOG).touch(mode=0o600)  # Slurm would create a job's `--output` with a different umask
     done = _run(via, "-", text="".join(f"{line}\n" for line in table))
     if done.returncode:
         hint = f"`orch controller install --via {via} --print` prints the lines, so that you can add them by hand"

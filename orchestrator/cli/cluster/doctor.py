@@ -48,9 +48,9 @@ _LITTLE = 5 * 1024**3
 COMMANDS = ("sbatch", "squeue", "scancel", "scontrol", "srun")
 ANSWER_WITHIN = 10.0
 CommandRunner = Callable[[list[str]], str]
-"""Runs a Slurm command and returns its output; raises OrchError."""
+"""Function that runs a Slurm command and returns its output. Raises OrchError."""
 FIRST_RUN = "slurm-first-run"
-"""Preset that a new user submits first."""
+"""Preset for a new user's first run."""
 MARKS = {OK: "ok  ", INFO: "note", WARN: "warn", FAIL: "FAIL"}
 
 
@@ -72,7 +72,7 @@ def python(version: tuple[int, ...] = sys.version_info[:3]) -> Check:
 
 
 def packages() -> Iterator[Check]:
-    """Check installed versions by their metadata, without importing anything, in particular torch."""
+    """Check the installed versions by their metadata, without importing the packages."""
     missing, found = [], {}
     for name, least in NEEDED.items():
         try:
@@ -175,15 +175,15 @@ def run_folder(root: Path | None) -> Iterator[Check]:
 def _nearest(path: Path) -> Path:
     """Return the path, or its nearest ancestor that exists."""
     path = path.expanduser().absolute()
-    while not os.path.exists(path):  # an inaccessible one counts as missing
+    while not os.path.exists(path):  # an inaccessible path counts as missing
         path = path.parent
     return path
 
 
 def _probe(folder: Path) -> tuple[Path, str]:
-    """Try the operations of every commit in a folder: write, fsync, rename, read under the new name.
+    """Try what every commit does in a folder: write, fsync, rename, read under the new name.
 
-    Returns the nearest existing folder, where they were tried, and the error, if any.
+    Returns the nearest existing folder, in which this was tried, and the error, if any.
     """
     there = _nearest(folder)
     first = there / f".orch-probe-{secrets.token_hex(6)}"
@@ -214,9 +214,9 @@ def ask_slurm(command: list[str]) -> str:
 def slurm(
     root: Path | None, *, wanted: bool, jobs: Mapping[str, Resources], ask: CommandRunner = ask_slurm
 ) -> Iterator[Check]:
-    """Check Slurm's commands, answer, accounting, configuration and nodes.
+    """Check Slurm's commands, whether it answers, its accounting, configuration and nodes.
 
-    `wanted`: the configuration names Slurm. `jobs`: node requirements of configurations, by name.
+    `wanted`: the configuration names Slurm. `jobs`: node requirements by configuration name.
     """
     missing = [name for name in COMMANDS if shutil.which(name) is None]
     if len(missing) == len(COMMANDS):
@@ -250,7 +250,7 @@ def slurm(
 
 
 def parse_config(text: str) -> dict[str, str]:
-    """Parse `scontrol show config`: one `Name = value` line each."""
+    """Parse `scontrol show config`, which prints one `Name = value` per line."""
     pairs = (line.partition("=") for line in text.splitlines() if "=" in line)
     return {name.strip(): value.strip() for name, _, value in pairs}
 
@@ -268,7 +268,7 @@ def accounting(settings: Mapping[str, str], ask: CommandRunner) -> Check:
 
 
 def demand(source: str, asked: Resources, ask: CommandRunner, *, wanted: bool) -> Check:
-    """Check whether the nodes that Slurm reports meet the requirements of a configuration."""
+    """Check whether the nodes that Slurm reports meet a configuration's requirements."""
     try:
         partitions, nodes = partitions_here(ask(list(PARTITIONS))), read_nodes(ask(list(NODES)))
     except OrchError as error:
@@ -289,7 +289,7 @@ def demand(source: str, asked: Resources, ask: CommandRunner, *, wanted: bool) -
 
 
 def promises(settings: Mapping[str, str]) -> Iterator[Check]:
-    """Explain the site's settings: time to detect a failure, time to save on preemption, requeueing."""
+    """Explain the site's settings for failure detection, the time to save on preemption, and requeueing."""
     wait, timeout = seconds(settings.get("KillWait")), seconds(settings.get("SlurmdTimeout"))
     lead = f"{wait} s" if wait is not None else "an unknown time"
     yield Check("stop", OK, f"KillWait {lead}: the time that a job has to save after SIGTERM; --signal extends it")
@@ -384,7 +384,7 @@ def _cluster(source: str, found: list[Check]) -> dict[str, Any]:
 
 
 def _jobs(source: str) -> dict[str, Resources]:
-    """Return the resources of a run of this configuration, by its name; empty if Slurm is not available here."""
+    """Return the resources of this configuration's run by its name; empty if Slurm is not available here."""
     if SLURM not in kinds():
         return {}
     try:

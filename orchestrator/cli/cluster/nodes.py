@@ -29,8 +29,8 @@ def nodes() -> None:
 def ls(screen: Screen) -> None:
     """List every node: attempts, failures, until when it is excluded, by whom and why.
 
-    FAILURES are failures that the node may have caused. LAST SEEN is `never` if no attempt ran on it. BY is `person` or
-    `orch`. docs/watching.md has the rules by which orch excludes nodes.
+    FAILURES counts failures that the node may have caused. LAST SEEN is `never` if no attempt ran on it. BY is `person`
+    or `orch`. docs/watching.md has the rules by which orch excludes nodes.
     """
     now = time.time()
     with open_store(readonly=True) as store:
@@ -107,7 +107,7 @@ def release(screen: Screen, names: tuple[str, ...], no_controller: bool) -> int:
 
 def _request_each(screen: Screen, verb: str, names: list[str], args: dict[str, Any], no_controller: bool) -> int:
     with open_store(create=True) as store:
-        clusters = {name: _clusters(store, verb, name) for name in names}  # all before the first request
+        clusters = {name: _clusters(store, verb, name) for name in names}  # all, before the first request
         requests = [item for name in names for item in _request_per_cluster(store, verb, name, clusters[name], args)]
         unanswered = serve_requests(screen, store, requests, no_controller=no_controller)
     text = "\n".join(item.answer or f"{item.node}: requested; the controller has not answered yet" for item in requests)
@@ -134,7 +134,7 @@ def _clusters(store: Any, verb: str, name: str) -> list[str]:
 
 
 def _find_cluster(name: str) -> str:
-    """Return the cluster reachable from here that has this so far unused node. Raises NotFound."""
+    """Return the cluster, reachable from here, of a node that no run has used yet. Raises NotFound."""
     from orchestrator.scheduler.available_schedulers import FACTORIES, kinds, make_instance
 
     reached = False

@@ -1,4 +1,4 @@
-"""Candidates of shell completion: runs, checkpoints, configurations, keys, tags and nodes."""
+"""Candidates for shell completion: runs, checkpoints, configurations, keys, tags and nodes."""
 
 import typing
 from collections.abc import Callable, Iterable, Iterator
@@ -13,9 +13,9 @@ from orchestrator.states import ENDED_RUNS, LIVE_RUNS, RunState
 from trainer.protocol.config_sections.scheduler_kinds import choices
 
 VARIABLE = "_ORCH_COMPLETE"
-"""Set by the completion scripts to the command line up to the cursor; the program then only prints candidates."""
+"""Variable in which the completion scripts pass the command line up to the cursor; orch only prints candidates then."""
 OPEN, FILE = "open", "file"
-"""Types of a candidate besides the usual `plain`: incomplete word (no space after it), and file name."""
+"""Candidate types other than `plain`: an incomplete word (no space after it), and a file name."""
 
 
 def answer(program: click.Command, line: str) -> Iterator[str]:
@@ -39,7 +39,7 @@ _STATES: dict[str, typing.Collection[str]] = {
     "top": LIVE_RUNS, "attach": LIVE_RUNS, "save": LIVE_RUNS, "drill": LIVE_RUNS, "cancel": {*LIVE_RUNS, RunState.HELD},
     "resume": _STOPPED, "rm": _STOPPED,
 }  # fmt: skip
-"""Verbs that take only runs in some states."""
+"""States of the runs that a verb accepts; other verbs accept all runs."""
 
 
 def candidates(context: click.Context, parameter: str, incomplete: str) -> list[Item]:
@@ -85,7 +85,7 @@ def _checkpoints(context: click.Context, incomplete: str) -> Iterator[Item]:
 
 
 def _configs(context: click.Context, incomplete: str) -> Iterator[Item]:
-    """Yield matching presets, or else file names; also keys if the run begins from another run's checkpoint."""
+    """Yield matching presets, or else file names; with `--from`, also keys."""
     from orchestrator.config import yaml_text
 
     if context.params.get("begin"):
@@ -170,7 +170,7 @@ def _words(read: Callable[[], Iterable[str]]) -> Source:
 
 
 def _acceptable_keys(context: click.Context, incomplete: str) -> Iterator[Item]:
-    """Yield the settings that a resumed run may change with `--accept`."""
+    """Yield the settings that `orch resume --accept` may change."""
     from orchestrator.submission.resume_contract import CONFIG, IDENTITY, Rule
 
     yield from (CompletionItem(key) for key, term in {**IDENTITY, **CONFIG}.items() if term.rule is Rule.ACCEPT)
@@ -190,4 +190,4 @@ _SOURCES: dict[str, Source] = {
     "config diff first": _configs_and_runs, "config diff second": _configs_and_runs, "ckpt diff first": _checkpoints,
     "ckpt diff second": _checkpoints,
 }  # fmt: skip
-"""Sources by parameter name, or by verb and name if the name has a different meaning there."""
+"""Sources by parameter name, or by verb and name if the name has a different meaning in that verb."""

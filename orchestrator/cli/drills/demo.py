@@ -91,7 +91,7 @@ def launch_demo(
     screen: Screen, overrides: tuple[str, ...], settings: tuple[str, ...], note: str,
     check: Callable[[RunConfig], None] = lambda config: None,
 ) -> tuple[str, Path]:  # fmt: skip
-    """Submit a small run on this machine; return its name and folder. `check` raises if the config does not fit."""
+    """Submit a small run on this machine; return its name and folder. `check` raises an error for an unfit config."""
     from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
 
     settings = ("cluster.kind=local", *settings)
@@ -104,7 +104,7 @@ def launch_demo(
 
 
 def _finish(screen: Screen, trouble: OrchError | None) -> int:
-    """Return 0 without trouble; else raise the error, or with --json return its exit code."""
+    """Return 0 without an error; otherwise raise it, or with --json return its exit code."""
     if trouble is not None and not screen.json:
         raise trouble
     return 0 if trouble is None else trouble.exit_code
@@ -126,7 +126,7 @@ def _demonstrate_recovery(screen: Screen, overrides: tuple[str, ...], root: Path
 
 @dataclass(frozen=True, kw_only=True)
 class DemoReport:
-    """A run's first fault and the recovery from it; None for events that did not happen."""
+    """First fault of a run, and the recovery from it. None stands for an event that did not happen."""
 
     fault: str | None
     step: int | None
@@ -232,7 +232,7 @@ def _show_commands(screen: Screen, commands: Sequence[str], seconds: float) -> N
 
 @dataclass(frozen=True, kw_only=True)
 class FlippedBit:
-    """Location of the damage in a checkpoint; `byte` is the offset from the start of the file."""
+    """Location of the damage in a checkpoint; `byte` is the offset in the file."""
 
     step: int
     file: str
@@ -241,7 +241,7 @@ class FlippedBit:
 
 
 def _demonstrate_restore_tests(screen: Screen, overrides: tuple[str, ...], root: Path | None, timeout: float) -> int:
-    """Train, test, damage, test again, and print the results. Returns 0 if every verdict is correct."""
+    """Train, test, damage, test again, and print the results; return 0 if every verdict is correct."""
     started = time.monotonic()
     note = "demo: 2 simulated nodes x 2 ranks train on real text; then their checkpoints are tested"
     run, run_dir = launch_demo(screen, overrides, (f"cluster.root={demo_root(root)}", *WITHOUT_KILL), note)
@@ -303,7 +303,7 @@ def flip_bit(checkpoint: Path, step: int) -> FlippedBit:
 
 
 def damage(path: Path, at: int) -> None:
-    """Flip one bit of a file. A hard link to a file of another run's checkpoint is replaced by a copy first."""
+    """Flip one bit of a file. A hard link that another run's checkpoint shares is replaced by a copy first."""
     if path.stat().st_nlink > 1:
         own = path.with_name(f"{path.name}.own")
         shutil.copyfile(path, own)

@@ -40,7 +40,7 @@ SAVED = 20
 """Step of the demo that must be trained and saved before the agents inject a fault."""
 ANSWER = 30.0
 SETTLED = 5.0
-"""Seconds for which a command's ranks must run to count as recovered, since their steps are unknown."""
+"""Seconds for which a command's ranks must run to count as recovered, because their steps are unknown."""
 _SLOW = 2.0
 """Seconds without an answer before a note about the delay; a training job answers within one second."""
 _WRITER = "orch-writer"
@@ -90,7 +90,7 @@ def drill(
 
 def _run_and_kind(words: tuple[str, ...]) -> tuple[str, str]:
     if len(words) == 1 and words[0] not in EXPECTED:
-        find_live_attempt(words[0])  # report a run without a live attempt before the missing kind
+        find_live_attempt(words[0])  # report a missing live attempt before a missing kind
     if len(words) != 2:
         run = next((word for word in words if word not in EXPECTED), "RUN")
         hint = f"orch drill {shlex.quote(run)} kill-rank"
@@ -115,7 +115,7 @@ def _in_a_run(
             hint="orch drill --demo full-disk",
         )  # fmt: skip
     _check(kind, found.run, found.config)
-    # Last, so that --yes is not followed by another refusal.
+    # This check comes last, so that nothing is refused after --yes.
     cost = extra_cost(kind, found.config, rank)
     if cost is not None and not yes:
         raise Precondition(
@@ -151,7 +151,7 @@ def _in_a_demo(
             drill_run.until_saved(timeout)
             drill_run.inject(screen, find_live_attempt(run), rank, timeout)
         card = drill_run.until_over(timeout)
-        # The score does not depend on the end of the demo, but no other command watches it.
+        # The score does not need the end of the demo, but no other command watches the demo.
         try:
             follower.until(lambda view: view.is_over, timeout)
         except WaitTimeout as late:
@@ -160,7 +160,7 @@ def _in_a_demo(
 
 
 def _injected_by_rank(kind: str) -> bool:
-    """Return whether the rank injects the fault itself, by `drill.events` of its configuration."""
+    """Return whether the rank injects the fault itself, because of `drill.events` in its configuration."""
     return ALIASES.get(kind, kind) in KINDS
 
 
@@ -170,7 +170,7 @@ def _settings(kind: str, rank: int | None) -> tuple[str, ...]:
         return ("drill.events=[]", "train.steps=120", *unsaved)
     value = f", value: {SLOWER}" if kind == "slow-rank" else ""
     event = f"kind: {ALIASES.get(kind, kind)}, rank: {1 if rank is None else rank}, step: {STEP}{value}"
-    # Four ranks with the same work: with two, the slow one cannot be identified quickly.
+    # Use four ranks with the same work; with two, the slow one cannot be identified quickly.
     steps = ("train.steps=80", "parallel.tp=1", "parallel.dp_shard=4") if kind == "slow-rank" else ()
     return (f"drill.events=[{{{event}}}]", *steps)
 
@@ -202,7 +202,7 @@ _COSTLY = {
 }  # fmt: skip
 """Cost of a fault to any run, beyond the time of a restart."""
 _FROM_OUTSIDE = ("kill-rank", "kill-agent", "kill-node", "full-disk")
-"""Faults that need no help from a rank, and whose end is visible from outside."""
+"""Faults that need no help from a rank and whose end is visible from outside."""
 
 
 def why_undetectable(kind: str, config: JobConfig) -> str | None:
@@ -211,7 +211,7 @@ def why_undetectable(kind: str, config: JobConfig) -> str | None:
     own = "its ranks run a command of their own, which"
     unseen = "its ranks would wait until the time limit"
     reasons = (
-        # A user's own program has no progress cell: it takes no orders, and its steps are unknown.
+        # A user's program has no progress cell, so it cannot inject faults, and its steps are unknown.
         (command and kind == "stop-rank", f"{own} is not watched for hangs: {unseen}"),
         (command and kind == "corrupt-checkpoint", f"{own} saves and loads in its own way"),
         (command and kind not in _FROM_OUTSIDE, f"{own} takes no such order"),
@@ -223,7 +223,7 @@ def why_undetectable(kind: str, config: JobConfig) -> str | None:
             kind == "corrupt-checkpoint" and config.cluster.spare_nodes > 0,
             f"a spare node continues from memory (cluster.spare_nodes={config.cluster.spare_nodes})",
         ),
-        # Stopped ranks are found by hang detection alone, slow ones by straggler detection alone.
+        # Only hang detection finds stopped ranks, and only straggler detection finds slow ones.
         (
             EventKind.INCIDENT in signs and not detection.hang.on,
             f"hang detection is off (detection.hang.on=false): {unseen}",
@@ -237,11 +237,11 @@ def why_undetectable(kind: str, config: JobConfig) -> str | None:
 
 
 def extra_cost(kind: str, config: JobConfig, at: int | None) -> str | None:
-    """Return the cost to this run beyond a restart, or None. `at` is the rank or node to hit; None is the default."""
+    """Return the cost to this run beyond a restart, or None. `at` is the rank or node to hit (None: the default)."""
     if kind not in NODE_KINDS:
         return _COSTLY.get(kind)
     cluster = config.cluster
-    # The coordinator lives on the first node, so no spare can replace that node.
+    # The coordinator runs on the first node, so no spare can replace that node.
     first = at == 0 or cluster.nodes == 1
     if cluster.spare_nodes and not first:
         return None
@@ -285,7 +285,7 @@ def fill_disk(job_id: str) -> int:
 def _title(process: psutil.Process) -> str:
     try:
         return " ".join(process.cmdline())
-    except psutil.Error:  # it has ended meanwhile
+    except psutil.Error:  # it has exited in the meantime
         return ""
 
 
@@ -316,7 +316,7 @@ class DrillRun:
                 screen.note(f"{found.run}: {writers} checkpoint writers can write no more")
             case "corrupt-checkpoint":
                 expendable(found.folder)
-                # The state in memory is good, so only a new job reads the disk; and a live job would keep saving.
+                # The state in memory is good, so only a new job reads the disk. A live job would also keep saving.
                 request = found.send_request(RequestKind.DRILL, "orch drill", value=last, detail="kill-agent")
                 self._await_strike(screen, found, request, seconds)
                 await_end(found, request, ANSWER)
@@ -338,7 +338,7 @@ class DrillRun:
         def struck(view: RunView) -> bool:
             nonlocal noted
             self._refused()
-            # With kill-agent, the agent may die before it answers.
+            # A killed agent may die before it answers.
             if found.answer(request) is not None or any(each.kind == EventKind.DRILL for each in self._follower.events):
                 return True
             if view.is_over or view.attempts > found.attempt_dir.number:
@@ -392,7 +392,7 @@ class DrillRun:
         events = sorted([*self._done, *map(self._with_node, self._follower.events)], key=lambda event: event.time)
         struck = max((event.attempt for event in events if event.kind == EventKind.DRILL), default=0)
         ended: Attempt | None = None
-        if struck < view.attempts or view.is_over:  # an attempt may have died without an outcome
+        if struck < view.attempts or view.is_over:  # an attempt may end without an outcome
             with open_store(readonly=True) as store:
                 ended = next((one for one in store.attempts(self._run) if one.number == struck), None)
         # The controller has the last step, which a full disk may have kept out of the files.
@@ -405,7 +405,7 @@ class DrillRun:
         )  # fmt: skip
 
     def _with_node(self, event: Event) -> Event:
-        """Return a node fault's event with the node's name in place of its index in the job."""
+        """Return the event of a node fault, with the node's name instead of its index in the job."""
         at = event.data.get("rank")
         if event.kind != EventKind.DRILL or event.data.get("kind") not in NODE_KINDS or at is None:
             return event

@@ -12,11 +12,11 @@ from trainer.protocol.failures.save_trouble import short_reason
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedReaction:
-    """Expected reaction to a fault, as visible from outside."""
+    """Expected reaction to a fault, as seen from outside."""
 
     signs: tuple[EventKind, ...]  # the first of these after the fault is its detection
     failures: tuple[str, ...]  # kinds of failure that are correct classifications
-    names: str  # required culprit: rank, node, step, or none
+    names: str  # culprit that must be named: rank, node, step, or none
     then: str  # restart, hold, or go on
 
 
@@ -69,7 +69,7 @@ ALIASES = {"desync": "desync-shape"}
 
 @dataclass(frozen=True, kw_only=True)
 class Scorecard:
-    """Score of a drill, with None for stages that were not reached. Times are seconds since the fault."""
+    """Score of a drill. None stands for a stage that was not reached. Times are seconds since the fault."""
 
     kind: str
     struck: str  # target and step; empty if the fault never struck
@@ -103,7 +103,7 @@ def score(
     for commands, whose steps are unknown: the seconds up to `now` for which the ranks must have been running again.
     """
     expected = EXPECTED[kind]
-    # A slow rank reports its drill once, and other faults strike once.
+    # A slow rank reports its drill only once, and other faults strike only once.
     names = {kind, ALIASES.get(kind, kind)}
     drills = [event for event in events if event.kind == EventKind.DRILL and event.data.get("kind") in names]
     ended = state in ENDED_RUNS or state == RunState.HELD
@@ -211,7 +211,7 @@ def _describe_target(fault: Event) -> str:
 def _describe_sign(event: Event) -> str:
     if event.kind == EventKind.ATTEMPT_STARTED:
         return f"attempt {event.attempt} began"
-    # The reason alone of these signs does not name the culprit.
+    # The reason of these signs does not name the culprit.
     whole = event.kind in (EventKind.RANK_EXITED, EventKind.STRAGGLER, EventKind.AGENT_LOST)
     sentence = event_sentence(event) if whole else None
     return sentence or short_reason(str(event.data.get("reason") or event.kind))
@@ -235,7 +235,7 @@ def _lost_steps(
         return None
     # Earlier generations may have progressed further, but their losses belong to other failures.
     trained = [int(line["step"]) for line in steps if (line["attempt"], line["generation"]) == _place(fault)]
-    # Metrics of the last steps may be lost with the rank or on a full disk; agents report the last step, too.
+    # The last metrics may be lost with the rank or on a full disk, but agents also report the last step.
     ended = [event for event in later if event.kind == EventKind.GENERATION_ENDED and _place(event) == _place(fault)]
     newest = max([*trained, *(int(event.data.get("step") or 0) for event in (fault, *ended))])
     return max(0, newest - int(back.data["step"]) + 1)

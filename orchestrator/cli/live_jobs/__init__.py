@@ -1,1 +1,1 @@
-"""Verbs for the inside of jobs: top, attach, save, logs."""
+"""Verbs that look into live jobs: top, attach, save, logs."""

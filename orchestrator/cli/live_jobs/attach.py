@@ -29,7 +29,7 @@ _THREAD = re.compile(r"^(Current thread|Thread) (\S+)(.*?)(?: \(most recent call
 _FRAME = re.compile(r'^\s+File "(.*)", line (\d+|\?\?\?) in (.*)$')
 _OUTSIDE = re.compile(r"^\s+(.+?) \((.+):(\d+)\)$")
 _MOST_NAMED = 3
-"""Maximum number of ranks that an error names one by one."""
+"""Maximum number of ranks that an error names."""
 ATTACH_JSON = """
 {run, folder, threads: [{node, rank, thread, frames: [{file, line, function}]}], missing: [{rank, node, why}]}
 """
@@ -54,7 +54,7 @@ class Thread:
 
 
 def read_stacks(folder: Path) -> list[Thread]:
-    """Return every thread of every rank, by rank; from py-spy's file only if the rank did not write its own."""
+    """Return every thread of every rank, by rank. py-spy's file counts only if the rank did not write its own."""
     files: dict[int, Path] = {}
     for path in sorted(folder.glob("rank-*.txt")):
         match = _RANK.fullmatch(path.name)
@@ -159,7 +159,7 @@ def _state(reading: RankReading | None) -> str:
 
 
 def _read_ranks(found: LiveAttempt, folder: Path) -> dict[int, RankReading]:
-    """Return each rank's reading from its agent during the request, or else the job's last report."""
+    """Return each rank's reading from its agent's answer, or else from the job's last report."""
     newest = newest_ranks(found.attempt_dir)
     readings = {one.rank: one for one in newest.ranks} if newest is not None else {}
     for path in sorted(folder.glob("node-*/cells.json")):

@@ -1,4 +1,4 @@
-"""Find a run's root failure: its rank and the text that shows it."""
+"""Find the root failure of a run: its rank, and the text that shows it."""
 
 import os
 import re
@@ -24,7 +24,7 @@ _ENOUGH = 4 * 1024 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class RootFailure:
-    """The failure, the file that shows it and the relevant lines."""
+    """Failure, the file that shows it, and the relevant lines."""
 
     attempt: int
     generation: int
@@ -69,10 +69,10 @@ def controller_failure(place: RunDir, run: str, attempt: int | None) -> RootFail
 
 
 def _root_failure(place: RunDir, folder: AttemptDir) -> RootFailure | None:
-    """Return the root failure by the coordinator, with the rank's own message if it left one.
+    """Return the root failure that the coordinator reported, with the rank's own message if it left one.
 
-    If a failure ended the attempt, that failure is the root; otherwise the root is the earliest failure, which the run
-    survived. Without a coordinator's report, it is the earliest primary failure reported by ranks or agents.
+    If a failure ended the attempt, that failure is the root; otherwise it is the earliest one that the run survived.
+    Without a coordinator's report, it is the earliest primary failure reported by ranks or agents.
     """
     reported, end = list(_rank_failures(folder)), _end(folder)
     judged, seen = _failures_in_events(folder)
@@ -90,7 +90,7 @@ def _root_failure(place: RunDir, folder: AttemptDir) -> RootFailure | None:
         return min([*reported, *seen], key=lambda found: (found.time or 0.0, not found.text))
     if end is None:
         return None
-    # Neither ranks nor agents left an error: the coordinator's conclusion with its evidence.
+    # No rank or agent left an error, so show the coordinator's conclusion with its evidence.
     outcome, failure = end
     path = place.path / failure.evidence if failure.evidence else folder.agent_log(0)
     return _make(folder, failure, outcome.generations, outcome.ended_at, path)
@@ -119,7 +119,7 @@ def _rank_failures(folder: AttemptDir) -> Iterator[RootFailure]:
 
 
 def _failures_in_events(folder: AttemptDir) -> tuple[list[RootFailure], list[RootFailure]]:
-    """Return the failures with which the coordinator ended generations, and the ranks killed by a signal.
+    """Return the failures that ended generations, and the ranks that a signal killed.
 
     Killed ranks leave no outcome, but their agents report them.
     """
@@ -152,7 +152,7 @@ def _end(folder: AttemptDir) -> tuple[AttemptOutcome, Failure] | None:
 
 
 def _around(path: Path, generation: int) -> str:
-    """Return the lines around the first error of this generation's part of a log, or else its last lines."""
+    """Return the lines around the first error in this generation's part of a log, or else its last lines."""
     try:
         lines = read_tail(path, _ENOUGH).decode(errors="replace").splitlines()
     except OSError:
@@ -165,7 +165,7 @@ def _around(path: Path, generation: int) -> str:
 
 
 def _part(lines: list[str], generation: int) -> list[str]:
-    """Return the lines between this generation's mark and the next one's; a missing mark is the log's start or end."""
+    """Return the lines between this generation's mark and the next. A missing mark is the start or end of the log."""
     # A rank killed within a line leaves it open, so the next mark is at its end.
     marks = [generation_mark(each) for each in (generation, generation + 1)]
     first, after = ([at for at, line in enumerate(lines) if line.endswith(mark)] for mark in marks)

@@ -25,7 +25,7 @@ from trainer.protocol.run_dir import AttemptDir, RunDir
 
 LOOK_EVERY = 0.2
 STOPPED = 5.0
-"""Seconds without a heartbeat after which a killed agent is considered dead."""
+"""Seconds without a heartbeat after which a killed agent counts as dead."""
 SILENT = 90.0
 """Seconds without a heartbeat after which a request would not be answered; allows for clock skew between nodes."""
 _SAVED = re.compile(r"^saved at step (\d+)")
@@ -39,8 +39,8 @@ _SAVED = re.compile(r"^saved at step (\d+)")
 def save(screen: Screen, run: str, wait_: bool, timeout: float) -> None:
     """Save a checkpoint now, at the next step boundary; training continues.
 
-    A save that is already under way does not count. The request survives restarts within the attempt, and stands
-    after a timeout (exit code 124). The exit code is 4 if nothing runs, or if the ranks are a `command:` of yours.
+    A save that is already in progress does not count. The request survives restarts within the attempt, and stays
+    valid after a timeout (exit code 124). The exit code is 4 if nothing runs, or if the ranks run your `command:`.
     """
     screen.if_interrupted = lambda: "interrupted: nothing was requested"
     found = find_live_attempt(run)
@@ -68,12 +68,12 @@ def require_rank_and_node(cluster: ClusterShape, rank: int | None, node: int | N
 
 @dataclass(frozen=True, kw_only=True)
 class LiveAttempt:
-    """The newest attempt of a run, training or about to."""
+    """Newest attempt of a run, which trains or soon will."""
 
     run: str
     folder: RunDir
     attempt_dir: AttemptDir
-    heartbeat: Heartbeat  # the newest one
+    heartbeat: Heartbeat  # the newest
 
     def send_request(self, kind: RequestKind, reason: str, *, value: float | None = None, detail: str = "") -> str:
         """Write a request to the folder that agent 0 polls once a second; return the request's name."""
@@ -93,7 +93,7 @@ class LiveAttempt:
 
     @property
     def end_reason(self) -> str | None:
-        """Reason in the attempt's outcome; None before it has one."""
+        """Reason in the attempt's outcome; None before there is an outcome."""
         try:
             return AttemptOutcome.read(self.attempt_dir.outcome).reason
         except FileNotFoundError:
@@ -102,7 +102,7 @@ class LiveAttempt:
             return "its outcome cannot be read"
 
     def answer(self, request: str) -> str | None:
-        """Return the attempt's answer to the request; None before it has one. Raises Precondition if it refuses."""
+        """Return the attempt's answer to the request; None before there is one. Raises Precondition on a refusal."""
         events, _ = read_events(self.attempt_dir.event_file("coordinator"))
         answers = (event.data for event in events if event.kind == EventKind.REQUEST_ANSWERED)
         answer = next((str(data.get("answer", "")) for data in answers if data.get("name") == request), None)
@@ -112,7 +112,7 @@ class LiveAttempt:
 
 
 def find_live_attempt(name: str) -> LiveAttempt:
-    """Return the live attempt of a run. Raises NotFound, or Precondition if no job could answer."""
+    """Return the live attempt of a run. Raises NotFound, or Precondition if no job can answer."""
     view = find_run(name)
     run, later = view.run, f"wait for it:  orch status {view.run} -w"
     if view.is_over:
@@ -156,7 +156,7 @@ def await_answer(found: LiveAttempt, request: str, timeout: float, clock: Callab
 def await_end(found: LiveAttempt, request: str, timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
     """Wait until the attempt has written its outcome, or its heartbeat has stopped.
 
-    Raises Precondition if it refuses the request that should end it, and WaitTimeout.
+    Raises WaitTimeout, or Precondition if the attempt refuses the request that should end it.
     """
     began = clock()
     heartbeat, still = newest_heartbeat(found.attempt_dir), began

@@ -26,12 +26,12 @@ from trainer.protocol.run_dir import AttemptDir, RunDir
 POLL = 0.5
 _BLOCK = 65536
 _RANK_LOG = re.compile(r"rank-(\d+)\.log(?:\.\d+)?")
-"""Also matches rotated files: during a rotation, or after an agent died in one, a log has only those."""
+"""Pattern that also matches rotated files, because a rotation, if an agent dies in it, leaves only these."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogSelection:
-    """Selection of logs. At most one of the fields after `attempt` is set; rank 0 is the default."""
+    """Selection of logs. At most one field after `attempt` is set; rank 0 is the default."""
 
     attempt: int | None = None
     rank: str | None = None
@@ -41,7 +41,7 @@ class LogSelection:
 
 @dataclass(frozen=True)
 class LogSource:
-    """A log file, with the prefix of its lines if there are several."""
+    """A log file, and the prefix of its lines if there are several logs."""
 
     label: str
     path: Path
@@ -110,7 +110,7 @@ def _check(rank: str | None, node: int | None, controller: bool, follow_json: bo
 
 
 def _require_existence(place: RunDir, wanted: LogSelection) -> None:
-    """Raise ConfigError for a rank or node that the job does not have, since its log will never appear."""
+    """Raise ConfigError for a rank or node that the job does not have, because its log will never appear."""
     attempts = [item.number for item in place.all_attempts() if wanted.attempt in (None, item.number)]
     rank = int(wanted.rank) if wanted.rank is not None and wanted.rank.isdigit() else None
     with suppress(OSError, ValueError, TypeError, AttributeError):  # without a configuration the range is unknown
@@ -212,7 +212,7 @@ class _Tail:
     """Reader of the complete new lines of a growing log."""
 
     def __init__(self, source: LogSource, lines: int | None) -> None:
-        """Start `lines` before the end; with None, at the beginning."""
+        """Start `lines` lines before the end; with None, at the beginning."""
         self.source, self._rest = source, b""
         self._reader = LogReader(source.path, lines)
 
@@ -240,7 +240,7 @@ def _follow(screen: Screen, place: RunDir, wanted: LogSelection, run: str, lines
             begin = None if tails else lines
             for source in _sources(place, wanted, run):
                 if source.path not in tails:
-                    with suppress(FileNotFoundError):  # during a rotation; the next pass finds it
+                    with suppress(FileNotFoundError):  # in the middle of a rotation; the next pass finds the file
                         tails[source.path] = _Tail(source, begin)
             fresh = [(tail, line) for tail in tails.values() for line in tail.read()]
             dry = not fresh and view.is_over

@@ -27,13 +27,13 @@ from trainer.protocol.rank_readings import RankReading
 from trainer.protocol.run_dir import RunDir
 
 MOST = 64
-"""Maximum number of ranks with one line each; if there are more, only the `WORST` are shown."""
+"""Maximum number of ranks that have one line each. If there are more, only the `WORST` are shown."""
 WORST = 10
 _ABOVE = 3
 """Lines above the first rank: an empty one, the summary and the column titles."""
 EVENTS = 5
 STILL = 2.0
-"""Seconds without an update of its progress cell after which a rank is shown as still."""
+"""Seconds after which a rank is shown as still if its progress cell is not updated."""
 TOP_JSON = """
 {run, state, step, total_steps, loss, tokens_per_s, attempt, generation, phase, silent_s, last_checkpoint, saved_step,
 world, ranks: [{rank, node, step, phase, age, state, ratio, ended}], events: [{time, text}], step_seconds, eta_s,
@@ -61,7 +61,7 @@ class LiveReading:
 
     @property
     def last_checkpoint(self) -> dict[str, Any] | None:
-        """The newest checkpoint; the job's own files have it before the registry does."""
+        """Newest checkpoint. The job's own files have it before the registry does."""
         known = self.view.last_checkpoint
         step, age = self.beat.saved_step if self.beat is not None else 0, None
         if self.saved is not None and self.saved[0] >= step:
@@ -103,7 +103,7 @@ class LiveReading:
 
 
 class LiveRunReader:
-    """Repeated reader of a run; continues in the events where the last read stopped."""
+    """Repeated reader of a run. Each read of the events continues where the last one stopped."""
 
     def __init__(self, run: str, run_dir: Path) -> None:
         self._run, self._folder, self._feed = run, RunDir(run_dir), EventFeed(run_dir, recent_only=True)
@@ -119,12 +119,12 @@ class LiveRunReader:
         attempts = self._folder.all_attempts()
         beat = newest_heartbeat(attempts[-1]) if attempts else None
         found = newest_ranks(attempts[-1]) if beat is not None else None
-        if beat is None or found is None or found.generation != beat.generation:  # of an earlier generation
+        if beat is None or found is None or found.generation != beat.generation:  # from another generation
             found = None
         view = find_run(self._run)
         return LiveReading(
             view=view, beat=beat, steps=self._feed.recent,
-            ranks=found.ranks if found is not None and not view.is_over else (),  # readings of an ended run are stale
+            ranks=found.ranks if found is not None and not view.is_over else (),  # stale once the run has ended
             world=found.world if found is not None else 0, events=list(self._lines),
             judged=frozenset(step for step, _ in saved_steps(registry_path(), self._run)),
             saved=max(self._saves.values(), default=None),
@@ -165,7 +165,7 @@ def top(screen: Screen, run: str, once: bool, every: float) -> None:
     if once or not screen.terminal:
         print_reading(screen, reader.read())
         return
-    screen.if_interrupted = lambda: ""  # the usual way to leave
+    screen.if_interrupted = lambda: ""  # users normally leave by Ctrl-C
     with screen.live_page() as draw:
         while True:
             reading = reader.read()
@@ -179,11 +179,11 @@ def print_reading(screen: Screen, reading: LiveReading) -> None:
     """Print the lines about the run, its events and its ranks; a live display omits those that do not fit."""
     for line in _head(reading):
         screen.say(line)
-    # Above the ranks, because a live display is cut at the bottom of the terminal.
+    # These lines come before the ranks, because a live display is cut at the bottom of the terminal.
     lines = [f"{screen.when(when)}  {one_line(text)}" for when, text in reading.events]
     if lines:
         screen.say("")
-    if (space := screen.remaining_space) is not None:  # all but the newest event have one line each
+    if (space := screen.remaining_space) is not None:  # each event but the newest has one line
         lines = [*(line if len(line) <= space[1] else line[: space[1] - 1] + "…" for line in lines[:-1]), *lines[-1:]]
     for line in lines:
         screen.say(line, hang=len(screen.when(0.0)) + 2)
@@ -203,7 +203,7 @@ def select_ranks(reading: LiveReading, lines: int | None) -> Sequence[RankReadin
 
 
 def worst_ranks(ranks: Sequence[RankReading], most: int = WORST) -> Sequence[RankReading]:
-    """Return the ranks that most need attention: stopped, slow, furthest behind, longest without progress."""
+    """Return the ranks that most need attention: stopped, slow, furthest behind, or longest without progress."""
 
     def badness(one: RankReading) -> tuple[bool, float, int, float]:
         return one.state in PROCESS_STATES and not one.ended, one.ratio or 0.0, -(one.step or 0), one.age or 0.0

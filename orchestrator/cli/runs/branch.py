@@ -1,4 +1,4 @@
-"""`orch submit --from RUN@STEP`: a new run from the checkpoint or the weights of another run, or from imported ones."""
+"""`orch submit --from RUN@STEP`: a new run from another run's checkpoint or weights, or from imported weights."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -34,9 +34,9 @@ from trainer.protocol.user_code.code_record import CodeRecord
 from trainer.protocol.user_code.record_code import with_packages
 
 _STAGING = ".imports"
-"""Name, before the user's id, of the folder below `cluster.root` for a checkpoint whose run has no folder yet."""
+"""Folder below `cluster.root` for a checkpoint whose run has no folder yet; the user's id is added to this name."""
 _SHOWN = 12
-"""Maximum number of mismatches listed one by one."""
+"""Maximum number of listed mismatches."""
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def branch(
 ) -> Iterator[tuple[Composed, dict[str, Any]]]:
     """Yield the config of the new run (without `preset`, the other run's), and its initial checkpoint.
 
-    Within the block the checkpoint is pinned: the other run may be live and delete old ones.
+    The checkpoint is pinned within the block, because the other run may be live and delete old checkpoints.
     Raises NotFound, ConfigError, CheckpointInvalid, and Precondition if the checkpoint does not fit.
     """
     chosen = find_one(words, screen.warn)
@@ -61,7 +61,7 @@ def _branch(
     before = trained_config(chosen, words)
     run = require_trusted(screen, store, chosen)
     composed = compose(preset, overrides, environ=os.environ) if preset else recompose(before, overrides)
-    if not preset and before["workload"]["snapshot"]:  # the new run copies the code again, and imports it before that
+    if not preset and before["workload"]["snapshot"]:  # the new run copies the code again, and imports it first
         workload = replace(composed.config.workload, path=tuple(composed.data["workload"]["path"]))
         composed = replace(composed, config=replace(composed.config, workload=workload))
     if run is not None:
@@ -83,7 +83,7 @@ def _branch(
         raise Precondition(what, where="train.steps", hint=f"type train.steps={2 * step}")
     source = f"{chosen.run or chosen.path}@{chosen.step}"
     begins = {"checkpoint": chosen.path, "source": source, "step": chosen.step, "optimizer": True}
-    # The settings that determine the positions cannot differ; such changes were refused above.
+    # Settings that determine the data positions cannot differ here: such changes were refused above.
     skipped = _skipped_by_source(chosen)
     return composed, {**begins, "skipped": skipped} if skipped else begins
 
@@ -102,7 +102,7 @@ def _skipped_by_source(chosen: Target) -> list[dict[str, Any]]:
 
 
 def trained_config(chosen: Target, words: str) -> dict[str, Any]:
-    """Return the config with which the checkpoint was saved, with the code path of the trained copy, if any."""
+    """Return the config with which the checkpoint was saved. Its code path is the copy of the code, if there is one."""
     file = chosen.run_config_file
     if chosen.run_dir is None or file is None or not chosen.shared or not Path(chosen.path).is_dir():
         hint = "copy it into a shared folder, or use `orch ckpt export`, then `orch ckpt import`"
@@ -134,7 +134,7 @@ def _saved_config(chosen: Target, file: Path) -> dict[str, Any]:
 
 
 def require_trusted(screen: Screen, store: Store, chosen: Target) -> Run | None:
-    """Refuse a damaged checkpoint, and warn about a suspect one; return its run if this registry has it."""
+    """Refuse a damaged checkpoint and warn about a suspect one; return its run if this registry has it."""
     if chosen.run_dir is None:
         return None
     place = LocalStorage(Path(chosen.path).parent)
@@ -151,10 +151,10 @@ def require_trusted(screen: Screen, store: Store, chosen: Target) -> Run | None:
 
 
 def _warn_of_differences(screen: Screen, store: Store, run: Run, config: RunConfig) -> None:
-    """Warn about code or software that differs from the run's training."""
+    """Warn about code or software that differs from what the run was trained with."""
     now = current_identity(run, build(RunConfig, store.config(run.config_digest)))
     if not config.cluster.python and (record := CodeRecord.from_identity(now)) is not None:
-        # The new run uses this interpreter's packages, whichever ones the other run had.
+        # The new run uses this interpreter's packages, whatever the other run used.
         now["code"]["files"] = with_packages(record, config, {}).to_json()
     for change in identity_changes(trained_identity(run), now):
         if change.term.rule is not Rule.HARMLESS:
@@ -165,10 +165,10 @@ def _warn_of_differences(screen: Screen, store: Store, run: Run, config: RunConf
 def branch_weights(
     screen: Screen, words: str, preset: str | None, overrides: tuple[str, ...], *, write: bool
 ) -> Iterator[tuple[Composed, dict[str, Any]]]:
-    """Yield the config of the new run and its initial weights, in a checkpoint that exists within the block if `write`.
+    """Yield the new run's config and initial weights; with `write`, their checkpoint exists within the block.
 
-    The model must fit; optimizer, data position and random generators are new. Raises NotFound, ConfigError,
-    CheckpointInvalid, Precondition.
+    The model must fit. The optimizer, the data position and the random generators are new. Raises NotFound,
+    ConfigError, CheckpointInvalid, Precondition.
     """
     chosen = find_one(words, screen.warn)
     if preset:
@@ -214,7 +214,8 @@ def bring(
 ) -> dict[str, Any]:  # fmt: skip
     """Check that the weights of `source` fit the workload of `config`, and write the checkpoint to `staging`, if given.
 
-    Returns a summary. Raises ConfigError if they do not fit or the user's code fails, CheckpointInvalid if unreadable.
+    Returns a summary. Raises ConfigError if they do not fit or the user's code fails, CheckpointInvalid if they cannot
+    be read.
     """
     verify.prepare()
     from trainer.models import weights_import
@@ -252,7 +253,7 @@ def _does_not_fit(where: str, complaints: list[tuple[str, str]]) -> ConfigError:
 def _write_imported(screen: Screen, staging: Path, step: int, tensors: dict[str, Any], extra: dict[str, Any]) -> str:
     from checkpointing.engine.interchange.importer import write_checkpoint
 
-    # Attempt 0: before any attempt that trains, so the first one inherits it.
+    # Attempt 0 precedes every attempt that trains, so the first one inherits its checkpoint.
     name = Name(step=step, attempt=0, nonce=token_hex(4))
     world = {"ranks": 1, "imported": True}
     with screen.bar("importing") as meter:

@@ -30,9 +30,9 @@ from trainer.protocol.config_sections.scheduler_kinds import traits
 
 NO_CONTROLLER = click.option("--no-controller", is_flag=True, help="Start no controller; act once from here.")
 ANSWER_TIMEOUT = 30.0
-"""Seconds to wait for the controller's answer before showing how to look later."""
+"""Seconds to wait for the controller's answer before the command shows how to check later."""
 QUIET = 2.0
-"""Seconds of waiting before a message is shown."""
+"""Seconds of waiting before the command shows a message."""
 
 
 @click.command(cls=Verb)
@@ -80,9 +80,9 @@ def resume(screen: Screen, words: tuple[str, ...], no_controller: bool, here: bo
     if overrides:
         from orchestrator.config.layers import from_overrides  # yaml: only where a configuration changes
 
-        from_overrides(overrides)  # invalid ones are refused before anything is requested
+        from_overrides(overrides)  # refuses invalid overrides before anything is requested
     for run in runs:
-        with suppress(OrchError):  # a wrong name is reported by the request itself
+        with suppress(OrchError):  # the request itself reports a wrong name
             warn_of_edited_config(screen, find_run(run))
     change = ResumeOptions(overrides=overrides, accepted=accept, note=screen.note)
     return _request_each(screen, "resume", runs, RunState.RECOVERING, no_controller, here=here, change=change)
@@ -99,7 +99,7 @@ class ResumeOptions:
 
 @dataclass(kw_only=True)
 class PendingRequest:
-    """A user's request about a run or a node; `id` is None if there was nothing to ask the controller."""
+    """A user's request about a run or a node; `id` is None if the controller need not answer."""
 
     run: str
     kind: str
@@ -111,7 +111,7 @@ class PendingRequest:
 
     @property
     def needs_controller(self) -> bool:
-        """Whether a controller here must act: on the request, or for a live run without a controller."""
+        """Whether a controller must act here, on the request or for a live run without a controller."""
         is_orphan = self.state in LIVE_RUNS and not self.where.lives
         return self.where.reached and (self.id is not None or is_orphan)
 
@@ -211,7 +211,7 @@ def _request(
 
 
 def _check_request(verb: str, name: str, run: Run) -> None:
-    """Raise NotFound for the beginning of a name, Precondition for a resume of a restore test or a removed run."""
+    """Raise NotFound for a partial name, Precondition for a resume of a restore test or of a run being removed."""
     if name not in (run.name, "@last"):
         raise NotFound(f"no run {name}", hint=f"{verb} needs the full name, to avoid the wrong run: {run.name}?")
     if verb == "resume" and (order := run.identity.get("restore_test")) is not None:
@@ -224,7 +224,7 @@ def _check_request(verb: str, name: str, run: Run) -> None:
 
 
 def _require_cluster(verb: str, run: Run, key: str, attempts: list[Attempt]) -> None:
-    """Raise SlurmUnreachable or Precondition for a stopped run of an unknown cluster that no controller can serve."""
+    """Raise SlurmUnreachable or Precondition for a stopped run whose cluster is unknown and has no controller."""
     unknown = f"it is not known which cluster has the jobs of {run.name}"
     if not key:
         hint = "in a shell where `sinfo` answers, run the same command again; nothing was requested"
@@ -273,7 +273,10 @@ def _may_have_job(attempts: list[Attempt]) -> bool:
 
 
 def _key_here(kind: str, *, must: bool) -> str:
-    """Return the key of the scheduler that this host reaches; if it is silent: empty, or SlurmUnreachable if `must`."""
+    """Return the key of the scheduler that this host reaches.
+
+    If the scheduler does not answer, return "", or raise SlurmUnreachable if `must`.
+    """
     from orchestrator.scheduler.available_schedulers import make_instance
 
     found = make_instance(kind)
@@ -304,7 +307,7 @@ def await_answers(screen: Screen, store: Any, requests: list[PendingRequest], no
 
 
 def _record_answers(store: Any, requests: list[PendingRequest]) -> bool:
-    """Record the available answers in the items; return whether all are answered."""
+    """Record the available answers in the requests; return whether all requests are answered."""
     if not all(item.answer for item in requests):
         answers = {each.id: each for each in store.user_requests(pending=False) if each.answered_at is not None}
         for item in requests:

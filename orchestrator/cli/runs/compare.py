@@ -26,17 +26,17 @@ from orchestrator.states import LIVE_RUNS
 from trainer.protocol.run_dir import RunDir
 
 BARS = "▁▂▃▄▅▆▇█"
-"""Characters from the lowest to the highest loss; `streams` has others for encodings that lack them."""
+"""Characters from the lowest to the highest loss; `streams` replaces them in encodings that lack them."""
 NOT_FINITE = "x"
 _OUTLIERS = 0.02
-"""Share of the highest losses that are excluded from the scale."""
+"""Share of losses, the highest ones, that the scale excludes."""
 POINTS = 10
 WIDE, NARROW = 60, 24
-"""Width of a curve in characters, on wide and narrow terminals."""
+"""Width of a curve in characters on wide and on narrow terminals."""
 BESIDE = 74
 """Width of the run table's other columns."""
 SOFTWARE = ("code.orch", "code.user", "env.python", "env.torch", "env.driver", "data.fingerprint")
-"""Identity fields that may differ between runs of one configuration."""
+"""Identity fields that may differ between runs with the same configuration."""
 COMPARE_JSON = """
 {runs: [{run, state, reason, step, total_steps, loss, tokens_per_s, running_s, elapsed_s, attempts, generations, tags,
 config_digest, steps, sparkline}], config: [{key, values}], software: [{key, values}], losses: [{step, values}],
@@ -47,11 +47,11 @@ is a median over all steps; equal is null if the runs share no step
 
 @dataclass(frozen=True)
 class LossCurve:
-    """A run's numbers by step, including NaN and infinities; the newest, if a step was trained again."""
+    """A run's numbers by step, including NaN and infinities. If a step was trained again, its newest numbers count."""
 
     losses: Mapping[int, float] = field(default_factory=dict)
     tokens_per_s: float | None = None  # median over all steps
-    computed: Mapping[int, str] = field(default_factory=dict)  # all computed numbers, by `_computed_part`
+    computed: Mapping[int, str] = field(default_factory=dict)  # all computed numbers, as `_computed_part` returns them
     validations: Mapping[int, str] = field(default_factory=dict)  # likewise
 
 
@@ -65,7 +65,7 @@ def read_curve(run_dir: Path) -> LossCurve:
         try:
             losses[line["step"]] = number(line["loss"])
         except (ValueError, KeyError, TypeError):
-            continue  # written by a version with another format
+            continue  # from a version with another format
         computed[line["step"]] = _computed_part(line)
         speeds.append({"tokens_per_s": line.get("tokens_per_s")})
     validations = {line["step"]: _computed_part(line) for each in attempts for line in _read_lines(each.validation)}
@@ -82,7 +82,7 @@ def _read_lines(path: Path) -> Iterator[StepLine]:
 
 
 def _computed_part(line: StepLine) -> str:
-    """Return loss, gradient norm and the workload's numbers of a line as compact JSON, without times and speeds."""
+    """Return a line's loss, gradient norm and workload numbers as compact JSON, without times and speeds."""
     return json.dumps([line.get("loss"), line.get("grad_norm"), line.get("metrics")], separators=(",", ":"))
 
 
@@ -136,12 +136,12 @@ def _bar(losses: Sequence[float], scale: Scale) -> str:
 
 LOSS, GRADIENT_NORM = "loss", "gradient norm"
 _METRIC, _VALIDATION = "metric ", "validation "
-"""Prefixes of the names of the workload's numbers; the second sorts after the first."""
+"""Prefixes for the names of the workload's numbers. The second sorts after the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The first number that differs between runs. `values` is in the order of the runs, with None if missing."""
+    """First number that differs between runs. `values` is in the order of the runs, with None for a missing number."""
 
     step: int
     what: str
@@ -154,7 +154,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Equality:
-    """Number of shared steps and validations, the compared quantities, and the first difference, if any."""
+    """Numbers of shared steps and validations, compared quantities, and the first difference, if any."""
 
     steps: int
     validations: int
@@ -176,7 +176,7 @@ class Equality:
 
 
 def compare_curves(curves: Sequence[LossCurve]) -> Equality:
-    """Compare two or more runs step by step. The validation of a step comes after the step itself."""
+    """Compare two or more runs step by step. A step's validation comes after the step itself."""
     steps = set.intersection(*(set(curve.computed) for curve in curves))
     validations = set.intersection(*(set(curve.validations) for curve in curves))
     lines = sorted([*((step, _METRIC) for step in steps), *((step, _VALIDATION) for step in validations)])

@@ -27,7 +27,7 @@ _DIGEST = re.compile(r"\b[0-9a-f]{32,64}\b")
 
 
 def describe_code(code: dict[str, Any], notices: Sequence[Notice]) -> str:
-    """Describe the code in an identity, with the digest of the files that trained last or else were submitted."""
+    """Describe the code in an identity, with the digest of the files that trained last, or else of those submitted."""
     ours = code.get("orch")
     words = [f"orch {ours.get('version')} {short_digests(ours.get('sha256'))}"] if isinstance(ours, dict) else []
     words += map(describe_place, code.get("user") or [])
@@ -54,8 +54,8 @@ def short_digests(value: Any) -> str:
 
 
 def config_changes(store: "Store", run: Run, attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
-    """Return each changed key and the first attempt with the change; the last attempt may not have begun yet."""
-    # Attempts begun by an older orch have no config of their own.
+    """Return each changed key and the first attempt with the change. The last attempt may not have begun yet."""
+    # Attempts of an older orch have no config of their own.
     digests = [(attempt.number, attempt.base_digest or run.config_digest) for attempt in attempts]
     digests.append((len(attempts) + 1, run.config_digest))
     return [
@@ -80,7 +80,7 @@ def warn_of_edited_config(screen: Screen, view: RunView) -> None:
 
 
 def _edited_config(place: RunDir) -> tuple[Any, str] | None:
-    """Return the content (None: not JSON) and the submitted digest of an edited config.json; else None."""
+    """Return an edited config.json's content (None: not JSON) and submitted digest; None if it was not edited."""
     from trainer.protocol.config import hash_config  # dataclasses of a whole job: only for commands that name a run
 
     try:
@@ -96,7 +96,7 @@ def _edited_config(place: RunDir) -> tuple[Any, str] | None:
 
 
 def _is_in_force(content: Any, submitted: str, current: str) -> bool:
-    """Return whether all edited values are in the current configuration, by a later `orch resume RUN KEY=VALUE`."""
+    """Return whether the current configuration has all edited values, after an `orch resume RUN KEY=VALUE`."""
     if not isinstance(content, dict):
         return False
     try:

@@ -27,7 +27,7 @@ LOOK_EVERY = 0.5
 TICK_EVERY = 2.0
 """Seconds between our own controller passes while no controller is alive."""
 _WAITING = frozenset({RunState.CREATED, RunState.QUEUED, RunState.RECOVERING})
-"""States in which nothing trains now; the reason explains why."""
+"""States in which nothing trains. The run's reason explains why."""
 _TITLES = ("TIME", "ATT.GEN", "SOURCE", "KIND", "WHAT")
 EVENTS_JSON = """
 list of {time, attempt, generation, source, kind, text, data}, small events included; kind is that of the event, or
@@ -62,7 +62,7 @@ def detach_message(run: str) -> str:
 
 
 class RunFollower:
-    """Watcher of one run; `events` has every event seen so far, if they are followed."""
+    """Watcher of one run. If events are followed, `events` has every event so far."""
 
     def __init__(self, screen: Screen, ticker: StatusLine, run: str, follow: bool) -> None:
         self._screen, self._ticker, self._run, self._follow = screen, ticker, run, follow
@@ -75,7 +75,7 @@ class RunFollower:
         self.events: list[Event] = []
 
     def skip_existing(self) -> None:
-        """Skip the events so far; they are neither printed nor kept."""
+        """Skip the events so far, without printing or keeping them."""
         self._feed = EventFeed(Path(find_run(self._run).run_dir))
         self._feed.skip_existing()
 
@@ -124,7 +124,7 @@ class RunFollower:
         if not self._acts:
             self._acts = True
             self._ticker.print_above(f"no controller runs: this command acts in its place until it ends; {START}")
-        # With a stalled controller, repeated passes watch its lease until it can be taken over.
+        # If the controller stalls, repeated passes watch its lease until it can be taken over.
         self._silent = act_as_controller(self._screen, view.cluster, self._silent, patience=0.0)
         self._next_tick = time.monotonic() + TICK_EVERY
 
@@ -132,7 +132,7 @@ class RunFollower:
 def progress_line(view: RunView, latest: dict[str, Any] | None) -> str:
     """Return `tiny-gpt-3  RUNNING  step 120/200 60%  loss 2.1130  81000 tokens/s  attempt 1 generation 2`.
 
-    Without a step line (a user's own program writes none), it uses the registry.
+    Without a step line, which a user's own program does not write, the registry's data is used.
     """
     if latest is None:
         step = f"  step {progress(view.step, view.total_steps)}" if view.step else ""
@@ -239,7 +239,7 @@ def _follow(screen: Screen, reader: Timeline, printer: "_Printer", run: str) -> 
 
 
 class _Printer:
-    """Printer of moments: wrapped lines on a terminal, tab-separated values in a pipe."""
+    """Printer of timeline entries: wrapped lines on a terminal, tab-separated values in a pipe."""
 
     def __init__(self, screen: Screen, all_: bool) -> None:
         self._screen, self._all = screen, all_

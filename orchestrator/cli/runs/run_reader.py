@@ -1,4 +1,4 @@
-"""Read a live run's directory repeatedly: JSON files that are replaced, and files that grow."""
+"""Read a live run's directory repeatedly: JSON files that jobs replace, and files that grow."""
 
 import json
 import os
@@ -17,18 +17,18 @@ from trainer.protocol.run_dir import AttemptDir, RunDir
 TAIL = 64 * 1024
 """Bytes read at the end of a file for its newest lines."""
 RECENT_STEPS = 100
-"""Number of newest steps for the speed and trend of a run."""
+"""Number of newest steps from which a run's speed and trend are computed."""
 StepLine = dict[str, Any]
-"""Line of steps.jsonl; the loss is as written (nan and inf as words)."""
+"""Line of steps.jsonl, with the loss as it was written (nan and inf as words)."""
 PROCESS_STATES = {"T": "stopped", "t": "held by a debugger", "D": "waiting for a device", "Z": "dead", "X": "gone"}
-"""States of a rank's process that keep it from working, by their letter in /proc."""
+"""Process states that keep a rank from working, by their letter in /proc."""
 _RANK_ZERO = "rank-00000"
 _MAIN_FILES = ("coordinator.jsonl", "rank-00000.jsonl")
 """Event files with most of the events; opened at every poll, since on NFS only an open updates the size."""
 
 
 def newest_heartbeat(attempt: AttemptDir) -> Heartbeat | None:
-    """Return the coordinator's newest heartbeat; None if none can be read."""
+    """Return the coordinator's newest heartbeat; None if it cannot be read."""
     try:
         return Heartbeat.read(attempt.heartbeat)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -36,7 +36,7 @@ def newest_heartbeat(attempt: AttemptDir) -> Heartbeat | None:
 
 
 def newest_ranks(attempt: AttemptDir) -> RankReadings | None:
-    """Return the coordinator's newest readings of its ranks; None if none can be read."""
+    """Return the coordinator's newest readings of its ranks; None if they cannot be read."""
     try:
         return RankReadings.read(attempt.ranks)
     except (OSError, ValueError):
@@ -44,7 +44,7 @@ def newest_ranks(attempt: AttemptDir) -> RankReadings | None:
 
 
 def parse_steps(lines: Iterable[bytes]) -> Iterator[StepLine]:
-    """Yield the steps in lines of steps.jsonl, without those torn by a kill or by a read that begins within them."""
+    """Yield the steps in lines of steps.jsonl, without lines that are torn by a kill or cut at the start of a read."""
     for line in lines:
         try:
             fields = json.loads(line)
@@ -55,7 +55,7 @@ def parse_steps(lines: Iterable[bytes]) -> Iterator[StepLine]:
 
 
 class OpenAttempts:
-    """Attempts that may still write; an attempt with a successor is read once more, then skipped."""
+    """Attempts that may still write. An attempt with a successor is read once more, then skipped."""
 
     def __init__(self, place: RunDir, *, newest: bool = False) -> None:
         """`newest`: skip all but the newest attempt from the beginning."""

@@ -131,7 +131,7 @@ def _document(
     run: Run, view: RunView, attempts: Sequence[Attempt], generations: Sequence[Generation],
     kept: Sequence[dict[str, Any]], transitions: Sequence[Transition],
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the stable keys of `orch show --json`, followed by other keys."""
+    """Return the stable keys of `orch show --json`, followed by the others."""
     moves = ("kind", "subject", "before", "after", "reason")
     return {
         **view.to_json(),
@@ -199,7 +199,7 @@ def _pins(run: Run) -> dict[str, str]:
 def _existing_checkpoints(
     checkpoints: Sequence[Checkpoint], copies: Sequence[CheckpointCopy], pins: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """Return the checkpoints that still exist, if only as copies."""
+    """Return the checkpoints that still exist, even if only as copies."""
     places: dict[str, list[dict[str, Any]]] = {}
     for copy in copies:
         places.setdefault(copy.name, []).append(_pick(copy, "tier", "path", "bytes", "copied_at"))
@@ -239,7 +239,7 @@ def _head(screen: Screen, run: Run, view: RunView, own_test: RestoreTest | None,
 
 
 def _describe_beginning(imported: Any) -> str:
-    """Describe the imported beginning of a run; empty if it began from scratch."""
+    """Describe the checkpoint or weights from which a run began; empty if it began from scratch."""
     if not isinstance(imported, dict):
         return ""
     how = "and its optimizer state" if imported.get("optimizer") else "with a fresh optimizer"
@@ -249,7 +249,7 @@ def _describe_beginning(imported: Any) -> str:
 
 
 def _describe_identity(fields: Any) -> str:
-    """Return the values of an identity that fit a line; packages, variables and diffs are only in --json."""
+    """Return the values of an identity that fit on a line. Packages, variables and diffs are only in --json."""
     if not isinstance(fields, dict):
         return short_digests(fields)
     short = {key: value for key, value in fields.items() if value is not None and not isinstance(value, (dict, list))}
@@ -261,7 +261,8 @@ def attempt_table(
 ) -> None:  # fmt: skip
     """Print every attempt, and below it its generations.
 
-    A reason is omitted if the row of its attempt has it, or for the newest attempt, `known` (printed above).
+    A reason is omitted if its attempt's row has it. The newest attempt's is also omitted if it is `known`, which the
+    command has printed above.
     """
     rows = []
     for attempt in attempts:
@@ -302,7 +303,7 @@ def _attempt_row(screen: Screen, attempt: Attempt, known: str) -> dict[str, Any]
 
 
 def _generation_row(screen: Screen, item: Generation, attempt: Attempt) -> dict[str, Any]:
-    # A killed job may end before it reports the end of its ranks.
+    # A killed job may exit before it reports that its ranks have exited.
     unreported = item.ended_at is None and attempt.ended_at is not None
     failure = f"{item.failure['reason']}{drill_words(item.failure)}" if item.failure else ""
     return {
@@ -315,7 +316,7 @@ def _generation_row(screen: Screen, item: Generation, attempt: Attempt) -> dict[
 
 
 def _times(screen: Screen, start: float | None, end: float | None) -> dict[str, Any]:
-    """Return the cells of a period, without the year, which `orch events` and --json include."""
+    """Return the cells for a period, without the year, which `orch events` and --json include."""
     took = None if start is None else (end if end is not None else time.time()) - start
     short = {"start": start, "end": end}
     return {"took": took, **{key: "" if at is None else screen.when(at)[5:] for key, at in short.items()}}

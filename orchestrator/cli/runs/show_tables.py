@@ -20,11 +20,11 @@ Rows = dict[str, list[Row]]
 
 
 def incidents_json(run: Run, notices: Sequence[Notice], generations: Sequence[Generation]) -> Rows:
-    """Return notices as lists of plain JSON data by kind, oldest first."""
+    """Return lists of notices by kind as plain JSON data, oldest first."""
     found = {"incidents": [_incident(run, item, generations) for item in notices if item.kind == EventKind.INCIDENT]}
     for key, (kind, fields, *_) in NOTICES.items():
         found[key] = [{**_when(item), **_fields(item, *fields)} for item in notices if item.kind == kind]
-    for row in found["unfit"]:  # the `node` of this event is an index in the job
+    for row in found["unfit"]:  # this event's `node` is an index in the job
         row["node"] = row.pop("name")
     return found
 
@@ -52,7 +52,7 @@ def _incident(run: Run, notice: Notice, generations: Sequence[Generation]) -> Ro
 
 
 def _outcome(notice: Notice, generations: Sequence[Generation]) -> str:
-    """Return the outcome of an incident: the reason with which its generation ended."""
+    """Return an incident's outcome: the reason why its generation ended."""
     if notice.data.get("withdrawn"):
         return "nothing: it recovered without help"
     place = (notice.attempt, notice.generation)
@@ -133,7 +133,7 @@ NOTICES: dict[str, tuple[str, tuple[str, ...], str, list[Column]]] = {
         _WHEN, _GENERATION, Column("EVENT", "unread"), _REASON,
     ]),
 }  # fmt: skip
-"""Kind of notice, its fields, the title of its table and the columns, by key of the answer."""
+"""Notice kind, its fields, table title and columns, by key of the answer."""
 NEWEST = 5
 """Number of restore tests that `orch show` prints."""
 
@@ -175,7 +175,7 @@ def say_restore_tests(screen: Screen, run: str, tests: Sequence[RestoreTest], pr
 
 
 def describe_own_test(test: RestoreTest) -> dict[str, str]:
-    """Return the head lines of a run that is a restore test."""
+    """Return the head lines for a run that is a restore test."""
     return {
         "tests": f"step {count(test.step)} of {test.run} on {test.layout}   {test.checkpoint}",
         "verdict": (test.verdict or "under way") + (f"   {test.reason}" if test.reason else ""),

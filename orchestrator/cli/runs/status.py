@@ -1,4 +1,4 @@
-"""`orch status` and `orch` alone: the newest runs, with the next commands; without an ORM or torch."""
+"""`orch status` and `orch` alone: the newest runs and the next commands, without an ORM or torch."""
 
 import time
 from collections.abc import Sequence
@@ -81,7 +81,7 @@ def status(
     """
     chosen, tags = frozenset(states) or None, check_tags(tags)
     if watch:
-        screen.if_interrupted = lambda: ""  # the usual way to leave
+        screen.if_interrupted = lambda: ""  # users normally leave by Ctrl-C
     warn_of_unknown_tags(screen, tags)
     while True:
         if runs:
@@ -147,7 +147,7 @@ def overview(screen: Screen) -> None:
 
 
 def _say_need(screen: Screen, why: str, *commands: str) -> None:
-    """Print a reason for attention, and the commands that the reason does not already include."""
+    """Print why a run needs attention, and the commands that the reason does not include."""
     screen.say(f"needs you: {shorten_text(plain(why))}", hang=11)
     named = [command for command in commands if command not in why]
     joined = "   ".join(named)
@@ -219,7 +219,7 @@ def say_last_lines(screen: Screen, view: RunView) -> None:
     """Print the last lines of the rank that failed first, for a run of a user's own program."""
     if view.failure is None or not view.last_lines or screen.json:
         return
-    say = screen.say if screen.terminal else screen.note  # on stdout, nothing follows a table for programs
+    say = screen.say if screen.terminal else screen.note  # on stdout, nothing may follow a table for programs
     say(f"\nlast lines of rank {view.failure.get('rank')} of {view.run}, on {view.failure.get('node')}:")
     for line in view.last_lines:
         say(f"  {plain(str(line))}")
@@ -295,7 +295,7 @@ def _footer(views: Sequence[RunView]) -> str:
 
 
 def _controller(lease: Lease, now: float, is_named: bool) -> str:
-    """Describe whether the holder of a lease is alive, and when it last looked."""
+    """Describe whether the holder of a lease is alive, and when its last pass was."""
     of = f" of {lease.scheduler}" if is_named and lease.scheduler else ""
     looked = f"last pass {span(now - lease.ticked_at)} ago" if lease.ticked_at else "no pass yet"
     state = displayed_state(lease, now)

@@ -1,4 +1,4 @@
-"""`orch submit`: from a configuration to a queued job and a controller for it."""
+"""`orch submit`: from a configuration to a queued job and its controller."""
 
 import json
 import os
@@ -28,11 +28,11 @@ from orchestrator.scheduler.available_schedulers import FACTORIES
 from orchestrator.states import RunState
 
 JOB_WITHIN = 30.0
-"""Seconds that submit waits for the job's id; the controller keeps trying afterwards."""
+"""Seconds that submit waits for the job id. The controller keeps trying afterwards."""
 TAKEN_OVER_WITHIN = 75.0
-"""Further seconds while the controller is stalled: its lease lasts a minute, then a successor launches the job."""
+"""Further seconds if the controller stalls. Its lease lasts a minute, and then a successor launches the job."""
 JOB_WITHIN_ALONE = 150.0
-"""Seconds without a controller: after an unanswered sbatch come 60 s of look-ups before it may be repeated."""
+"""Seconds without a controller. After an unanswered sbatch, 60 s of look-ups precede the next one."""
 LOOK_EVERY = 0.1
 CHECK_CONTROLLER_EVERY = 3.0
 """Seconds between submit's checks that a controller is alive."""
@@ -97,7 +97,7 @@ def submit(
         overrides, source = (source, *overrides), None
     if cluster is not None:
         overrides = (*overrides, f"cluster.kind={cluster}")
-    if name is not None:  # checked like the key; YAML reads JSON's quotes
+    if name is not None:  # checked like the key `name`; YAML can read JSON's quotes
         overrides = (*overrides, f"name={json.dumps(name, ensure_ascii=False)}")
     if weights_only and begin is None:
         raise ConfigError("--weights-only needs a checkpoint", where="command line", hint="add --from RUN@STEP")
@@ -140,7 +140,7 @@ def _beginning(
         raise ConfigError("CONFIG is missing", hint="`orch submit tiny-gpt`, or `orch submit FILE.yaml`")
     composed = compose_config(source, overrides)
     if not write:
-        from orchestrator.submission import user_code  # ast: a real submit checks it on creating the run
+        from orchestrator.submission import user_code  # imports ast; a real submit checks it later
 
         user_code.check(composed.config)
     yield composed, None
@@ -196,7 +196,7 @@ def _start_controller(run: Run) -> None:
 
 
 def _explain_missing_job(screen: Screen, run: Run, view: RunView, silent: tuple[str, ...]) -> None:
-    """Warn of a run without a job, or raise if no controller will submit one."""
+    """Warn about a run without a job, or raise if no controller will submit one."""
     if view.state in (RunState.HELD, RunState.FAILED):
         assert view.end_error is not None
         raise view.end_error
@@ -253,7 +253,7 @@ def _await_job(screen: Screen, run: str, kind: str, *, no_controller: bool) -> t
         if now >= deadline and (no_controller or now >= latest or fast_queries.lease(registry_path(), key) != before):
             return view, silent
         if not no_controller and now >= check_at:
-            service.ensure_running(registry_path(), kind)  # the earlier one may have been a single pass that ended
+            service.ensure_running(registry_path(), kind)  # the earlier controller may have been a single pass
             check_at = now + CHECK_CONTROLLER_EVERY
         time.sleep(LOOK_EVERY if not no_controller else 1.0)
 
@@ -272,7 +272,7 @@ def preview(screen: Screen, composed: Any, cluster: str | None, *, only_script: 
     from orchestrator.submission.create_run import first_job
     from orchestrator.submission.secret_values import separate_secrets  # omegaconf
 
-    separate_secrets(composed, os.environ)  # refused as by a submit
+    separate_secrets(composed, os.environ)  # refuses what a submit would refuse
     kind = resolve(cluster or composed.config.cluster.kind)
     if kind not in kinds():  # its script can be previewed anyway
         screen.warn("no_slurm", "there is no Slurm on this machine: submitting from here would be refused")

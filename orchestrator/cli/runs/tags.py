@@ -13,7 +13,7 @@ from orchestrator.home import registry_path
 
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/=@-]{0,62}")
 _TAKEN_AWAY = re.compile(r"-(?![qvh]$)[A-Za-z0-9].*")
-"""Matches `-baseline`, but not `-q`, `-v` and `-h`, which every verb takes."""
+"""Pattern that matches `-baseline`, but not `-q`, `-v` and `-h`, which every verb takes."""
 
 
 def check_tags(words: Iterable[str]) -> tuple[str, ...]:
@@ -46,7 +46,7 @@ class _TagVerb(Verb):
     """A verb whose arguments may begin with a minus sign."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse `-baseline` as a tag to remove instead of short options, by way of `~`, which no tag begins with."""
+        """Parse `-baseline` as a tag to remove, not as short options: as `~baseline`, since no tag begins with `~`."""
         return super().parse_args(ctx, [f"~{word[1:]}" if _TAKEN_AWAY.fullmatch(word) else word for word in args])
 
 

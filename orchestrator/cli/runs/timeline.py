@@ -22,9 +22,9 @@ _FAILURES = (EventKind.CHECKPOINT_FAILED, EventKind.CHECKPOINT_RETRIED)
 _SUCCESSES = (EventKind.CHECKPOINT_COMMITTED, EventKind.CHECKPOINT_FLUSHED)
 _STATES = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state"}
 _STOPS = {"cancel": ": cancel requested", "time_limit": ": the time limit is near"}
-"""Reasons of a stop that the ranks know; a signal gives them none."""
+"""Reasons for a stop that the ranks know. A signal gives no reason."""
 _TOGETHER = 1.0
-"""Seconds by which times within one controller pass may differ."""
+"""Maximum seconds by which times within one controller pass differ."""
 
 
 def describe_event(event: Event) -> str | None:
@@ -35,7 +35,7 @@ def describe_event(event: Event) -> str | None:
 
 
 class EventDescriber:
-    """Describes events; of repeated save failures with the same reason, only the first."""
+    """Describer of events. It describes only the first of several save failures with the same reason."""
 
     def __init__(self) -> None:
         self._described: dict[str, set[tuple[str, str]]] = {}  # by tier: kinds of event, and reasons
@@ -76,7 +76,7 @@ def event_sentence(event: Event) -> str | None:
     try:
         return (describe.format_map(event.data) if isinstance(describe, str) else describe(event.data)) or None
     except (KeyError, TypeError, ValueError):
-        return None  # written by another version: better silent than wrong
+        return None  # from another version: omitted, because a sentence might be wrong
 
 
 Data = dict[str, Any]
@@ -126,7 +126,7 @@ def _describe_drill(data: Data) -> str:
 
 
 def _at_step(data: Data) -> str:
-    """Return the step; empty for a command without a known step."""
+    """Return ` at step N`; empty for a command without a known step."""
     return "" if data.get("step") is None else f" at step {data['step']}"
 
 
@@ -155,7 +155,7 @@ def _describe_stop(data: Data) -> str:
 
 
 def _describe_first_step(data: Data) -> str:
-    """Describe the first step and the model states that rank 0 holds, which events of older releases lack."""
+    """Describe the first step and rank 0's model states, which events of older releases lack."""
     text = f"trains: step {data['step']} done after {data['seconds']:.1f} s"
     if not (held := data.get("held")):
         return text
@@ -215,15 +215,15 @@ _DESCRIPTIONS: dict[str, str | Callable[[Data], str]] = {
     EventKind.CHECKPOINT_CADENCE: "saves every {steps} steps from now on: {reason}",
     EventKind.ATTEMPT_ENDED: "{result}: {reason}",
 }
-"""Template or function of the event's data. Minor events are missing, or have an empty text."""
+"""Template, or function of the event's data. Minor events are missing, or have an empty text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimelineEntry:
-    """Entry of the timeline. `text` is empty for entries that only `--all` shows; `key` is its identity in the run."""
+    """Timeline entry. `text` is empty if only `--all` shows the entry; `key` identifies it within the run."""
 
     time: float
-    source: str  # for an event its writer; otherwise controller or person
+    source: str  # the writer of an event; otherwise controller or person
     kind: str
     text: str
     key: tuple[Any, ...]
@@ -245,14 +245,14 @@ class TimelineEntry:
 
 
 class Timeline:
-    """Incremental reader of a run's moments, each returned once."""
+    """Incremental reader of a run's timeline. It returns each entry once."""
 
     def __init__(self, run: str, run_dir: Path) -> None:
         self._run, self._feed = run, EventFeed(run_dir)
         self._seen: set[tuple[Any, ...]] = set()
 
     def poll(self) -> list[TimelineEntry]:
-        """Return the new moments since the last call, sorted by time."""
+        """Return the new entries since the last call, sorted by time."""
         with open_store(readonly=True) as store:
             attempts, transitions = store.attempts(self._run), store.transitions(self._run)
             requests = [one for one in store.user_requests(pending=False) if one.run == self._run]
@@ -270,7 +270,7 @@ def _event_entry(event: Event) -> TimelineEntry:
 
 
 def _transition_entries(transitions: Sequence[Transition], attempts: Sequence[Attempt]) -> Iterator[TimelineEntry]:
-    """Yield state changes in recorded order, and the decision after each end of an attempt."""
+    """Yield the state changes in recorded order, and after the end of each attempt the decision."""
     by_number = {str(attempt.number): attempt for attempt in attempts}
     decided = ""
     for index, move in enumerate(transitions):
@@ -285,7 +285,7 @@ def _transition_entries(transitions: Sequence[Transition], attempts: Sequence[At
 
 
 def in_recorded_order(moments: Iterable[TimelineEntry]) -> Iterator[TimelineEntry]:
-    """Make the times of moments recorded together monotonic. Larger steps back (a clock that was reset) are kept."""
+    """Make the times of entries recorded together monotonic. Larger steps back, after a clock change, are kept."""
     latest = 0.0
     for moment in moments:
         latest = max(latest, moment.time) if latest - moment.time < _TOGETHER else moment.time
@@ -327,7 +327,7 @@ def _request_entries(requests: Iterable[UserRequest]) -> Iterator[TimelineEntry]
 
 
 class Repetition:
-    """Filter for reasons that were already printed for the same attempt."""
+    """Filter that removes reasons already printed for the same attempt."""
 
     SHORTEST = 12
     """Minimum length of a reason that is left out."""
@@ -337,7 +337,7 @@ class Repetition:
         self._printed: list[str] = []
 
     def without(self, moment: TimelineEntry) -> str:
-        """Return the text of a moment without reasons already printed, and remember its own reasons."""
+        """Return an entry's text without reasons already printed, and remember its own reasons."""
         if moment.attempt not in (None, self._attempt):
             self._attempt, self._printed = moment.attempt, []
         text = moment.words

@@ -15,7 +15,7 @@ from trainer.protocol.logs.line_file import read_new_lines
 from trainer.protocol.run_dir import AttemptDir, RunDir
 
 _LINE_BYTES = 4096
-"""Upper bound of a line in steps.jsonl. A workload with dozens of metrics has longer ones, so fewer steps are read."""
+"""Assumed bytes per line of steps.jsonl. With dozens of metrics lines are longer, so fewer steps are read."""
 _LEAST_SHARE = 0.005
 _LEAST_SECONDS = 0.001
 _COMMUNICATION = {
@@ -31,10 +31,11 @@ _FEWEST_FOR_TREND = 5
 class TrainingFigures:
     """Medians over the newest `steps` of one generation; None for unknown figures.
 
-    `shares` of a step's time and `memory` (peaks in bytes) are those of rank 0, which writes these lines. So is
-    `exposed`, the shares of communication that is not overlapped, which are parts of `waiting`. `ranks` compares all
+    `shares` (of a step's time), `memory` (peaks in bytes) and `exposed` are from rank 0, which writes these lines.
+    `exposed` has the shares of communication that is not overlapped, which are parts of `waiting`. `ranks` compares all
     ranks by figure: least, median, most, and the rank with the most. `traffic` is the bytes of a step's collectives by
-    mesh dimension. `experts` is tokens per expert relative to the layer's mean: least, median, most, and the expert.
+    mesh dimension. `experts` is the tokens per expert relative to the layer's mean: least, median, most, and the expert
+    with the most.
     """
 
     steps: int
@@ -97,7 +98,7 @@ def time_shares(line: StepLine) -> dict[str, float]:
 
 
 def step_seconds(lines: Sequence[StepLine]) -> float | None:
-    """Return the mean time of a step of the newest generation, without the time between steps."""
+    """Return the mean step time of the newest generation, without the time between steps."""
     took = [line["seconds"] for line in newest_generation(lines) if isinstance(line.get("seconds"), (int, float))]
     return mean(took) if took else None
 
@@ -117,7 +118,7 @@ def loss_trend(lines: Sequence[StepLine]) -> tuple[float | None, int]:
 
 
 def figures_of_run(place: RunDir) -> TrainingFigures | None:
-    """Return the figures of the newest attempt that has trained; None without one or if its files cannot be read."""
+    """Return the figures of the newest attempt that has trained; None if there is none, or it cannot be read."""
     try:
         for attempt in reversed(place.all_attempts()):
             if lines := _newest_lines(attempt):
@@ -164,7 +165,7 @@ def describe_shares(shares: Mapping[str, float], exposed: Mapping[str, float]) -
 
 
 def _exposed_shares(lines: Sequence[StepLine]) -> dict[str, float]:
-    """Return each kind of communication's share of a step; a line has the communication of the step before it.
+    """Return each communication kind's share of a step. A line has the communication of the step before it.
 
     Empty for lines of older releases.
     """

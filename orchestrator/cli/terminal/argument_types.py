@@ -1,4 +1,4 @@
-"""Types of command-line arguments: text with completion, paths that are not empty, finite seconds."""
+"""Types for command-line arguments: text with completion, paths that are not empty, finite seconds."""
 
 import math
 from collections.abc import Callable
@@ -52,7 +52,7 @@ def timeout_option(default: float, least: float = 0.0) -> Callable[[Any], Any]:
 
 
 class NonEmptyPath(click.Path):
-    """A path. An empty path (an unset shell variable) would mean the current folder, so it is refused."""
+    """A path. An empty path, from an unset shell variable, would mean the current folder, so it is refused."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not str(value).strip():

@@ -20,7 +20,7 @@ def _store(name: str) -> Callable[[click.Context, click.Parameter, Any], None]:
 
 
 def _show_version(context: click.Context, _parameter: click.Parameter, value: bool) -> None:
-    if value and not context.resilient_parsing:  # also parsed for shell completion
+    if value and not context.resilient_parsing:  # shell completion also parses it
         from importlib.metadata import version  # not needed by any verb
 
         context.ensure_object(Screen).say(f"orch {version('orch')}")
@@ -54,7 +54,7 @@ _HELP = {"help_option_names": ["-h", "--help"]}
 
 
 class Verb(click.Command):
-    """A command with the global options. `json_data` is the shape of its JSON answer, for docs/cli.md."""
+    """A command with the global options. `json_data` describes its JSON answer for docs/cli.md."""
 
     def __init__(self, *args: Any, json_data: str = "", **more: Any) -> None:
         more.setdefault("context_settings", _HELP)
@@ -74,7 +74,7 @@ class Verb(click.Command):
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the verb's own options first, and the global ones in a separate section."""
+        """Write the verb's own options first, and the global options in a separate section."""
         hidden = {option.name for option in global_options()} | {"help"}
         options = [item for item in self.get_params(ctx) if isinstance(item, click.Option)]
         own = [item.get_help_record(ctx) for item in options if item.name not in hidden]
@@ -109,10 +109,10 @@ class Noun(click.Group):
 
 
 class LazyGroup(Noun):
-    """A group that imports a verb's module only when the verb is used, never for `orch --help`."""
+    """A group that imports a verb's module only when the verb is used, not for `orch --help`."""
 
     def __init__(self, *args: Any, table: Mapping[str, tuple[str, str]], **more: Any) -> None:
-        """`table`: module below orchestrator.cli with the function, and purpose, by verb."""
+        """`table`: for each verb, its function (`module:function` below orchestrator.cli) and its purpose."""
         super().__init__(*args, **more)
         self._table = table
 
@@ -128,7 +128,7 @@ class LazyGroup(Noun):
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[Any]:
-        """Return the verbs and their purpose without importing their modules, then the options."""
+        """Return the verbs with their purposes, without importing their modules, then the options."""
         from click.shell_completion import CompletionItem  # only when a shell asks
 
         found = [(name, text) for name, (_, text) in self._table.items() if name.startswith(incomplete)]
@@ -137,6 +137,6 @@ class LazyGroup(Noun):
         )
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the verbs and their purpose without importing their modules."""
+        """Write the verbs with their purposes, without importing their modules."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in self._table.items()])

@@ -31,7 +31,7 @@ Meter = Callable[[int, int], None]
 
 
 def plain(text: str) -> str:
-    """Return `text` without escape sequences and control characters, so that no log line can drive a terminal."""
+    """Return `text` without escape sequences and control characters, so that no log line can control a terminal."""
     return _ESCAPES.sub("", text).translate(_CONTROLS)
 
 
@@ -68,7 +68,7 @@ def count(number: int | float | None) -> str:
 
 
 def progress(step: int | None, total: int | None, between: str = "/") -> str:
-    """Format the progress of a run. For a user's own program, `total` may be unknown, and step 0 means unknown."""
+    """Format a run's progress. For a user's own program `total` may be unknown, and step 0 means unknown."""
     return f"{count(step)}{between}{count(total)}" if total else count(step or None)
 
 
@@ -88,7 +88,7 @@ def host_list(names: Sequence[str]) -> str:
 
 
 def _raw(value: Any) -> str:
-    """Format a TSV cell: not shortened, without tabs or line breaks."""
+    """Format a TSV cell without shortening it, and without tabs or line breaks."""
     if value is None:
         return ""
     if isinstance(value, (list, tuple)):
@@ -97,7 +97,7 @@ def _raw(value: Any) -> str:
 
 
 def _encodable(stream: TextIO, text: str) -> str:
-    """Return a JSON text as it is for a UTF-8 stream, else in ASCII."""
+    """Return a JSON text unchanged for a UTF-8 stream, otherwise in ASCII."""
     return text if (stream.encoding or "").lower().replace("-", "") == "utf8" else json.dumps(json.loads(text))
 
 
@@ -108,12 +108,12 @@ def _terminal_columns() -> int:
 
 
 class Screen:
-    """Output of a command, in the form set by the global options."""
+    """Output of a command, in the form that the global options set."""
 
     def __init__(self) -> None:
         self.json = self.quiet = self.verbose = self.no_color = self.no_progress = self.utc = self.debug = False
         self.words: tuple[str, ...] = ()  # command line after `orch`
-        self.if_interrupted: Callable[[], str] = lambda: "interrupted"  # message after Ctrl-C, set by the verb
+        self.if_interrupted: Callable[[], str] = lambda: "interrupted"  # message after Ctrl-C; verbs set it
         self._warnings: list[dict[str, str]] = []
         self._page: list[str] | None = None  # lines of a live display
         self._canvas: Any = None  # console of the live display
@@ -156,9 +156,9 @@ class Screen:
             self.note(note)
 
     def say(self, text: str, hang: int = 0) -> None:
-        """Print a line of the answer as text; nothing with --json, where only data may be on stdout.
+        """Print a line of the answer as text. With --json print nothing, because only data may be on stdout.
 
-        On a narrower terminal it is folded between words, indented by its first `hang` characters.
+        On a narrower terminal the line is folded between words and indented by its first `hang` characters.
         """
         if not self.json:
             self._sentences(text, sys.stdout, hang)
@@ -187,7 +187,7 @@ class Screen:
             self.note(empty)
 
     def table(self, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], *, aligned: bool = False) -> None:
-        """Print an aligned table on a terminal; tab-separated values, complete and unformatted, anywhere else.
+        """Print an aligned table on a terminal; otherwise print tab-separated values, complete and unformatted.
 
         `aligned`: print an aligned table everywhere, as part of a text page.
         """
@@ -207,7 +207,7 @@ class Screen:
         self._print("\n".join(table_lines(columns, texts, self.width, self._paint)), sys.stdout)
 
     def _paint(self, piece: str, text: str) -> str:
-        """Return a piece of a cell in the colour of its text; titles, whose text is empty, are bold."""
+        """Return a piece of a cell in the colour for the cell's text. Titles, whose text is empty, are bold."""
         style = _STYLES.get(text, "") if text else _BOLD
         coloured = style and self.terminal and not self.colorless and os.environ.get("TERM") != "dumb"
         return f"\x1b[{style}m{piece}\x1b[0m" if coloured else piece
@@ -225,12 +225,12 @@ class Screen:
     # -- everything else, on stderr
 
     def note(self, text: str) -> None:
-        """Print a remark that is not part of the answer."""
+        """Print a note that is not part of the answer."""
         if not self.quiet:
             self._sentences(plain(text), sys.stderr)
 
     def warn(self, code: str, message: str) -> None:
-        """Print a warning; with --json it is in the envelope."""
+        """Print a warning; with --json, add it to the envelope."""
         self._warnings.append({"code": code, "message": message})
         if not self.json:
             self._sentences(f"warning: {plain(message)}", sys.stderr)
@@ -270,7 +270,7 @@ class Screen:
 
     @contextmanager
     def live_page(self) -> Iterator[Callable[[Callable[[], None]], None]]:
-        """Show a page that is redrawn in place; yields a function that draws it, given a function that prints it."""
+        """Show a page that is redrawn in place. Yields a function that draws it with a function that prints it."""
         from rich.live import Live  # rich: only where it is used
         from rich.text import Text
 
@@ -290,7 +290,7 @@ class Screen:
 
     @property
     def remaining_space(self) -> tuple[int, int] | None:
-        """Lines left in the live display, and its columns; None without a live display."""
+        """Lines that are left in the live display, and its columns; None without a live display."""
         if self._page is None:
             return None
         from rich.text import Text  # rich: only where it is used
@@ -305,7 +305,7 @@ class Screen:
 
     @contextmanager
     def bar(self, label: str, *, unit: str = "bytes") -> Iterator[Meter]:
-        """Show a progress bar on a terminal; yields a callback for (done, total)."""
+        """Show a progress bar on a terminal. Yields a callback for (done, total)."""
         if not self.live:
             yield lambda _done, _total: None
             return
@@ -331,7 +331,7 @@ class Screen:
 
 
 class StatusLine:
-    """The status line of --follow: redrawn on a terminal, printed periodically elsewhere."""
+    """Status line of --follow, redrawn on a terminal and otherwise printed periodically."""
 
     EVERY = 10.0
     """Seconds between two lines if they cannot be redrawn."""
@@ -351,7 +351,7 @@ class StatusLine:
             self._screen.note(text)
 
     def print_above(self, text: str) -> None:
-        """Write a permanent line."""
+        """Write a permanent line above the status line."""
         shown = self._shown
         self.clear()
         self._screen.note(text)

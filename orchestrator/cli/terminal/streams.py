@@ -15,7 +15,7 @@ _STATE = re.compile(r"(ORCH_HOME|XDG_STATE_HOME)=")
 
 
 def find_remedy(error: OSError) -> str:
-    """Return a remedy for the error: the command or the variable, with the path."""
+    """Return a remedy for the error: a command or a variable, with the path."""
     name = str(error.filename or "")
     folder = shlex.quote(os.path.dirname(name))
     if named := _STATE.match(name):
@@ -36,7 +36,7 @@ def find_remedy(error: OSError) -> str:
 
 
 READER_GONE = 141
-"""Exit code if the reader of stdout is gone (`| head`), the same as after SIGPIPE."""
+"""Exit code if the reader of stdout is gone (`| head`), as after SIGPIPE."""
 _PLAIN = {"·": "-", "…": "...", "×": "x", "→": "->", "−": "-", "–": "-", "—": "-", "\u202f": " ", "\xa0": " "}
 _PLAIN |= dict(zip("▁▂▃▄▅▆▇█", "_.-=*#%@", strict=True))
 _ERRORS = "orch.plain"
@@ -73,7 +73,7 @@ class _Stream(io.TextIOWrapper):
 
 
 class _Answers(_Stream):
-    """stdout: a write error loses the command's answer, so it is raised."""
+    """Stream for stdout. A write error loses the command's answer, so it is raised."""
 
     def _give_up(self, error: OSError) -> None:
         super()._give_up(error)
@@ -91,7 +91,7 @@ def prepare() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this stream's
     os.umask(os.umask(0o077) & 0o077)  # never mask owner permissions, which orch itself needs
     codecs.register_error(_ERRORS, _in_plain_signs)
     sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115  # for as long as the program lives
@@ -101,16 +101,16 @@ def prepare() -> None:
 
 
 def _wrap_stream(kind: type[_Stream], stream: TextIO | None, number: int) -> _Stream:
-    if not isinstance(stream, io.TextIOWrapper):  # it was closed when the program started
+    if not isinstance(stream, io.TextIOWrapper):  # the stream was closed when the program started
         return kind(open(number, "wb", closefd=False), encoding="utf-8", errors=_ERRORS)
     encoding = stream.encoding
-    # Line by line, so that output can be followed in a pipe, too. PYTHONUNBUFFERED writes through instead.
+    # Written line by line, so that output can also be followed in a pipe. PYTHONUNBUFFERED writes through.
     by_line = number == 2 or stream.line_buffering or stream.write_through
     return kind(stream.detach(), encoding=encoding, errors=_ERRORS, line_buffering=by_line)
 
 
 def _in_plain_signs(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Replace characters that the encoding lacks with ASCII ones."""
+    """Replace characters that the encoding lacks with ASCII characters."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     signs = error.object[error.start : error.end]

@@ -1,4 +1,4 @@
-"""Layout of tables and sentences for a page width. Pure; words are never broken."""
+"""Layout of tables and sentences for a page width. Words are never broken. Pure."""
 
 import re
 import unicodedata
@@ -11,10 +11,10 @@ from trainer.protocol.cut_text import cut
 WORDS = 30
 """Preferred minimum width of a text column in characters."""
 _LONG = 3 * WORDS
-"""Length above which a last text is printed below its row if the table is wider than the page."""
+"""Length above which the last text of a row is printed below it if the table is wider than the page."""
 _GAP, _INDENT = "  ", "    "
 _PIECE = 44
-"""Maximum length of a command or a word that is kept on one line if it fits."""
+"""Maximum length of a command or a word that stays on one line if it fits."""
 _COMMAND = r"`[^`]+`\S*|orch(?: [\w@.=/+-]+){1,4}\S*"
 _PIECES = re.compile(rf"{_COMMAND}|\S+")
 
@@ -27,11 +27,11 @@ def as_text(value: Any) -> str:
 
 
 MOST = 300
-"""Maximum number of characters of a sentence in a table of many runs."""
+"""Maximum number of characters in a sentence of a table with many runs."""
 
 
 def shorten_text(text: str) -> str:
-    """Return the first clauses of a text, with the number of characters left out; `orch show` has the whole text."""
+    """Return the first clauses of a text, and how many characters are left out; `orch show` has the whole text."""
     kept = cut(text, MOST)
     left = len(text) - len(kept.removesuffix(" ..."))
     return kept if kept == text else f"{kept} ({left} more characters: orch show)"
@@ -45,8 +45,8 @@ class Column:
     key: str
     show: Callable[[Any], str] = as_text
     right: bool = False
-    drop_order: int = 0  # on a narrow terminal the column with the highest number goes first; 0 stays
-    wraps: bool = False  # text that may be folded over several lines; the last column always is
+    drop_order: int = 0  # on a narrow terminal the highest number is dropped first; 0 is never dropped
+    wraps: bool = False  # text that may be folded over several lines; the last column is always folded
 
 
 Cells = Mapping[Column, Sequence[str]]
@@ -54,7 +54,7 @@ Cells = Mapping[Column, Sequence[str]]
 
 @dataclass(frozen=True)
 class TableLayout:
-    """The shown columns with their widths; texts of `below` longer than `most` are printed below their rows."""
+    """Shown columns and their widths. Texts of column `below` longer than `most` are printed below their rows."""
 
     widths: dict[Column, int]
     below: Column | None = None
@@ -72,7 +72,7 @@ def cell_width(text: str) -> int:
 def layout(cells: Cells, width: int) -> TableLayout:
     """Choose the columns: drop empty ones, then optional ones, until the text columns have room for some words.
 
-    A long last text is printed below its row if its column is too narrow; all of them are if no words fit.
+    A long text of the last column is printed below its row if the column is too narrow. If not even words fit, all are.
     """
     kept = [column for column, texts in cells.items() if not texts or any(text not in ("", "-") for text in texts)]
     kept = kept or list(cells)
@@ -105,7 +105,7 @@ def _natural(column: Column, cells: Cells) -> int:
 
 
 def _least(column: Column, cells: Cells) -> int:
-    """Return the minimum width of a text column: some words, and its longest piece."""
+    """Return the minimum width of a text column: a few words, and its longest piece."""
     longest = max((cell_width(piece) for text in cells[column] for piece in _PIECES.findall(text)), default=0)
     return min(_natural(column, cells), max(WORDS, cell_width(column.title), min(longest, _PIECE)))
 
@@ -127,13 +127,13 @@ def _shared_out(columns: Sequence[Column], cells: Cells, width: int, *, last_fol
         given = max(_least(column, cells), widths[column] + spare)
         spare += widths[column] - given
         widths[column] = given
-    return widths  # if even the minimum does not fit, lines are too long, but can be copied
+    return widths  # if even the minimum does not fit, lines are too long, but they can still be copied
 
 
 def table_lines(
     columns: Sequence[Column], rows: Sequence[Mapping[Column, str]], width: int, paint: Callable[[str, str], str]
 ) -> list[str]:
-    """Return the lines of a table. `paint` colours a piece of a cell by the whole text of the cell (empty: a title)."""
+    """Return the lines of a table. `paint` colours a piece of a cell by the cell's whole text (empty for a title)."""
     cells = {column: [row[column] for row in rows] for column in columns}
     plan = layout(cells, width)
     lines = _row_lines(plan, {column: column.title for column in plan.widths}, lambda piece, _: paint(piece, ""))
@@ -161,7 +161,7 @@ def _row_lines(plan: TableLayout, texts: Mapping[Column, str], paint: Callable[[
 
 
 def wrap_line(text: str, width: int, hang: int = 0) -> list[str]:
-    """Fold one line of text; further lines are indented like the first one plus its `hang` characters."""
+    """Fold one line of text. Further lines are indented like the first one, plus `hang` characters."""
     edge = len(text) - len(text.lstrip()) + hang
     if cell_width(text) <= width or edge > width // 2:
         return [text]
@@ -170,7 +170,7 @@ def wrap_line(text: str, width: int, hang: int = 0) -> list[str]:
 
 
 def folded_text(text: str, width: int) -> list[str]:
-    """Fold a text into lines of at most `width`, or of one longer word. Commands are kept whole if they fit."""
+    """Fold a text into lines of at most `width`, or of one longer word. A command that fits stays on one line."""
     if cell_width(text) <= width:
         return [text] if text else []
     lines: list[str] = []

@@ -123,7 +123,7 @@ class PhaseTracker:
         self, cell: ProgressCell, stopwatch: Stopwatch, *, compiles: bool = False,
         waits: WaitMeter | None = None,
     ) -> None:  # fmt: skip
-        """With `compiles`, the first forward pass compiles the model. `waits` defaults to the host's clock."""
+        """`compiles` means that the first forward pass compiles the model. `waits` defaults to the host's clock."""
         self._cell, self._stopwatch, self._compiles = cell, stopwatch, compiles
         self._messages = 0
         self._moment: StageActivity | None = None

@@ -26,7 +26,7 @@ def shipped_folder(name: str) -> Path:
 
 
 def state_home(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return `ORCH_HOME`, or `orch` below the XDG state folder; it may not exist yet (see `make_state_home`).
+    """Return `ORCH_HOME`, or `orch` below the XDG state folder. The folder may not exist yet (see `make_state_home`).
 
     Raises NotPrivate if other users could change its contents, or OSError with the variable in use as `filename`.
     """

@@ -62,7 +62,7 @@ class RunView:
     restore_test: Mapping[str, Any] | None
     """Newest finished restore test: step, layout, verdict, ended_at."""
     bad_test: Mapping[str, Any] | None
-    """Restore test that found the newest tested checkpoint bad, with its reason; None if it is good."""
+    """Restore test that found the newest tested checkpoint bad, with its reason, or None if the checkpoint is good."""
     test_of: Mapping[str, Any] | None
     """Run, step and layout that this run tests, if it is a restore test."""
     speed_since: Mapping[str, Any] | None

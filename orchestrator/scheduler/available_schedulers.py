@@ -76,7 +76,7 @@ def resolve(kind: str) -> str:
 
 
 def usable(kind: str) -> Mapping[str, Scheduler]:
-    """Map this kind to its scheduler. The result is empty, and its runs wait, if the commands are missing."""
+    """Return a map from this kind to its scheduler. It is empty, and runs wait, if the commands are missing."""
     return {kind: FACTORIES[kind].make()} if kind in kinds() else {}
 
 

@@ -60,7 +60,7 @@ def package_root() -> str:
 
 
 def is_recorded(name: str) -> bool:
-    """Return whether a run records its submitter's value; for other variables a job sees the controller's value."""
+    """Return whether a run records its submitter's value. For other variables, a job sees the controller's value."""
     return passes(name) and name not in _OF_THE_CONTROLLER and not SECRET.search(name)
 
 

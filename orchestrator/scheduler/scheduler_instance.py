@@ -33,7 +33,7 @@ def local_instance() -> str:
 
 
 def unknown_instance(kind: str) -> str:
-    """Return a placeholder for a scheduler that has not answered this host yet; it owns no run."""
+    """Return a placeholder for a scheduler that has not answered this host yet. No run belongs to it."""
     return f"{kind}@{socket.gethostname()}?"
 
 

@@ -43,7 +43,7 @@ _KINDS = ("word", "words", "path")
 
 @dataclass(frozen=True, kw_only=True)
 class Argument:
-    """A placeholder of a fragment."""
+    """Placeholder in a fragment."""
 
     help: str = ""
     default: str | None = None  # None: required
@@ -69,7 +69,7 @@ class Prepared:
     setup: tuple[str, ...]
     srun: tuple[str, ...]
     python: str
-    own_interpreter: bool  # the interpreter that runs orch, which finds its packages without help
+    own_interpreter: bool  # it is the interpreter that runs orch, so orch's packages have the same path
 
 
 def prepare(spec: JobSpec) -> Prepared:

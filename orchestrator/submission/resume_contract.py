@@ -200,7 +200,7 @@ def _is_other(key: str, old: Any, new: Any) -> bool:
 
 
 def check_keys(accepted: Collection[str]) -> None:
-    """Raise ConfigError for a key that does not exist; the hint has the nearest key."""
+    """Raise ConfigError for a key that does not exist, with a hint that suggests the nearest key."""
     known = sorted({*CONFIG, *IDENTITY})
     for key in accepted:
         if not any(name in CONFIG for name in _above(key)) and key not in IDENTITY:

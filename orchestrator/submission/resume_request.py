@@ -258,7 +258,7 @@ def current_identity(run: Run, config: RunConfig) -> dict[str, Any]:
 
 
 def _code_now(before: CodeRecord, named: CodeRecord | None, run: Run) -> CodeRecord:
-    """Read the trained files again; a module that has moved is replaced by the file that would be imported now."""
+    """Read the trained files again. A module that has moved is replaced by the file that would be imported now."""
     again = read_again(before)
     if named is None or Submitter.from_identity(run.identity).python != sys.executable:
         return again

@@ -83,7 +83,7 @@ class JobRunner:
         return self._end("FAILED" if bad else "COMPLETED", ", ".join(bad), codes)
 
     def _cancel(self, *_: object) -> None:
-        """Forward SIGTERM; the tasks have `KILL_WAIT_S` seconds from the first call."""
+        """Forward SIGTERM. The tasks have `KILL_WAIT_S` seconds after the first call."""
         if self._cancelled_at is None:
             self._cancelled_at = time.monotonic()
         self._signal_tasks(signal.SIGTERM)
@@ -120,7 +120,7 @@ class JobRunner:
             self._signal_tasks(signal.SIGTERM)
 
     def _wait(self) -> tuple[int | None, ...]:
-        """Wait for all tasks to exit; a failing task does not end its peers.
+        """Wait for all tasks to exit. A failing task does not end its peers.
 
         As in Slurm, USR2 is sent before the limit and SIGTERM at it.
         """
@@ -179,7 +179,7 @@ def _live(job: JobRunner, intent: Intent) -> None:
 def main(arguments: list[str]) -> int:
     """Start the job in a new session. Return 0 once it is recorded, or an error code.
 
-    ExitCode.STORAGE: the disk was full and nothing was started; the reason is on stderr.
+    ExitCode.STORAGE means that the disk was full and nothing was started. The reason is on stderr.
     """
     intent = records.read_intent(Path(arguments[0]))
     report, ready = os.pipe()

@@ -134,7 +134,7 @@ def forget_old(index: Path, now: float) -> None:
 
 
 def claim(submission: Path) -> JobProcess | None:
-    """Make the calling process the job of this folder; return None if the folder already has a job. Raises OSError."""
+    """Make the calling process this folder's job. Return None if the folder already has a job. Raises OSError."""
     host = JobProcess(pid=os.getpid(), job_id=local_job_id(os.getpid()), boot=boot_id(), space=process_space())
     own = submission / f".local-job.{host.job_id}"
     reserve(submission / _END, _END_BYTES)
@@ -210,7 +210,7 @@ def marked_processes(name: str) -> list[int]:
 
 
 def signal_job_process(host: JobProcess, number: int) -> None:
-    """Signal this process; a later process with the same pid is not affected."""
+    """Signal this process, but never a later process with the same pid."""
     try:
         handle = os.pidfd_open(host.pid)
     except OSError:

@@ -12,7 +12,7 @@ RECORDED = "slurm_client"  # key of a run's identity for its submitter's client 
 NAMES = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS")
 """Variables that select a Slurm. Options of single commands (SBATCH_*, SQUEUE_*, ...) are never passed on."""
 TOKEN = "SLURM_JWT"  # noqa: S105  # the name of the variable
-"""Secret of a client. Only its digest is stored, so it cannot be passed on."""
+"""A client's secret. Only its digest is stored, so it cannot be passed on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class ClientEnvironment:
         return [*found, f"{TOKEN} is different"] if self.token != other.token else found
 
     def can_replace(self, other: "ClientEnvironment") -> bool:
-        """Return whether taking it over has an effect; a token cannot be taken over."""
+        """Return whether taking over this environment has an effect. A token cannot be taken over."""
         return (self.variables, self.sbatch) != (other.variables, other.sbatch)
 
     def build_environ(self, environ: Mapping[str, str]) -> dict[str, str]:
@@ -70,7 +70,7 @@ class ClientEnvironment:
         return changed
 
     def take_over(self, environ: MutableMapping[str, str] = os.environ) -> None:
-        """Apply it to this process."""
+        """Apply these variables to this process."""
         changed = self.build_environ(environ)
         for name in NAMES:
             environ.pop(name, None)

@@ -54,7 +54,7 @@ def with_environment(environ: Mapping[str, str], command: Sequence[str]) -> Iter
 
 
 class HeldExecutor(SlurmExecutor):  # type: ignore[misc]  # submitit is not type-checked here
-    """SlurmExecutor with our own submission command: time-limited, and in the environment of the run's submitter."""
+    """SlurmExecutor with a submission command that has a time limit and the environment of the run's submitter."""
 
     spec: JobSpec
     words: Sequence[str] = ()  # command words before SCRIPT during submission; submitit cannot set an environment

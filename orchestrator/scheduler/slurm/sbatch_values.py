@@ -25,7 +25,7 @@ from trainer.protocol import time_spans
 
 @dataclass(frozen=True)
 class ValueFormat:
-    """Pattern of a value, and an example for messages."""
+    """Value pattern, and an example for messages."""
 
     pattern: str
     example: str

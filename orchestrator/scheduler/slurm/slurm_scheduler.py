@@ -107,7 +107,7 @@ class SlurmScheduler:
             raise unreachable(f"scancel {job_id}", done.stderr)
 
     def _in_queue(self, ids: Collection[str]) -> dict[str, JobStatus]:
-        """Find these ids in the queue; an id missing from this user's jobs is queried separately."""
+        """Find these ids in the queue. An id missing from this user's jobs is queried separately."""
         jobs, _ = self._queue(lambda job: job.job_id in ids)  # ids missing from a truncated answer are queried by id
         found = {job.job_id: job for job in jobs}
         missing = set(ids) - set(found)

@@ -67,7 +67,7 @@ class GenerationState:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """Time limits in seconds; tests pass shorter ones."""
+    """Time limits in seconds; tests pass shorter limits."""
 
     join: float = 300.0
     """Wait for all agents to join. srun starts them within seconds, but file systems may show new files late."""

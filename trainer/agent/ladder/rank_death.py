@@ -181,7 +181,7 @@ def _memory_hint(end: RankEnd) -> str:
 
 
 def _mismatch(end: RankEnd) -> bool:
-    """Return whether it reports that ranks called different collectives, which no restart fixes."""
+    """Return whether an exit reports that ranks called different collectives, which no restart fixes."""
     return not end.secondary and has_meaning(end.message or "", Meaning.MISMATCH)
 
 

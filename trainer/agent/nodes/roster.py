@@ -205,7 +205,7 @@ class Roster:
             self._moved = now
 
     def record_preflight(self, node: int, report: PreflightReport, wall: float) -> None:
-        """Record an agent's preflight report; `wall` is the time of day here."""
+        """Record an agent's preflight report; `wall` is the coordinator's time of day."""
         member = self.members[node]
         member.faults, member.machine = list(report.faults), report.machine
         member.ahead_of_files = report.ahead_of_files

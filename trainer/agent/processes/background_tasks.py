@@ -107,7 +107,7 @@ _MAX_PRINTED = 20
 
 
 class SupervisedTasks:
-    """Tasks that end with their owner; an exception in one reaches the exception handler of the event loop."""
+    """Tasks that end with their owner. An exception in a task reaches the event loop's exception handler."""
 
     def __init__(self) -> None:
         self._tasks: set[Task] = set()

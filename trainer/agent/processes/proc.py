@@ -191,7 +191,7 @@ def _io_bytes(pid: int) -> int:
 
 def describe(pid: int) -> dict[str, Any] | None:
     """Return /proc's information on a process and its threads, for display, or None if it does not exist.
-    An unreadable file is replaced by the reason. WARNING: may block while the kernel holds the process's memory map.
+    An unreadable file is replaced by the reason. WARNING: this may block while the kernel holds its memory map.
     """
     folder = _PROC / str(pid)
     try:

@@ -68,7 +68,7 @@ class LocalRank:
         return message
 
     def read_progress(self) -> Progress:
-        """Return the newest consistent reading; a torn one (the rank died while writing) is ignored."""
+        """Return the newest consistent reading. Ignore a torn reading, left by a rank that died while writing."""
         reading = self.cell.read()
         if reading is not None:
             self.last = reading
@@ -203,7 +203,7 @@ async def kill_generation(
 
 
 def _why_not_obeyed(ranks: LocalRanks, link: ForkServerLink) -> str:
-    """Return why this fork server must be killed first; an uncollected dead rank is detected elsewhere."""
+    """Return why this fork server must be killed first. An uncollected dead rank is detected elsewhere."""
     if link.stopped():
         return "it was stopped when its ranks had to be killed"
     if any(local.pid is None and not local.gone for local in ranks.by_rank.values()):

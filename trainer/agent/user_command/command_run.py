@@ -200,7 +200,7 @@ class CommandRun:
         await self._keep(self._memory)
 
     async def _recall(self) -> None:
-        """Load the state of earlier attempts; repeated in the next generation if the file system is late."""
+        """Load the state of earlier attempts. If the file system is late, the next generation tries again."""
         self._checkpoints.step_before = await run_bounded(self._earlier_step) or 0
         found = await run_bounded(partial(CommandMemory.before, self._attempt))
         if found is not None:
@@ -308,7 +308,7 @@ class CommandRun:
         ]
 
     async def _put_back(self) -> None:
-        """Put back the checkpoints set aside; an older one made no difference, so none was the cause."""
+        """Put back the checkpoints set aside. An older one made no difference, so none of them was the cause."""
         for one in list(self._memory.aside):
             done = await run_bounded(partial(put_back, Path(one.path), Path(one.original), one.siblings))
             if done is not None:  # else it is retried at the next such end

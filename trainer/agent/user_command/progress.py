@@ -38,7 +38,7 @@ Found = tuple[list[CommandCheckpoint], set[str]]
 
 
 async def run_bounded(work: Callable[[], T]) -> T | None:
-    """Return the value of `work`; None, with a log message, if the file system is late or refuses.
+    """Return the value of `work`, or log a message and return None if the file system is late or refuses.
     The content of programs' files is unpredictable, so no error from reading it may end the coordinator.
     """
     try:

@@ -48,7 +48,7 @@ def main(program: list[str]) -> int:
 
 
 def run(words: list[str]) -> int:
-    """Return the exit code of a program; a shell's code if it cannot be started."""
+    """Return the exit code of a program, or the code a shell would return if it cannot be started."""
     try:
         return subprocess.run(words, check=False).returncode
     except FileNotFoundError:

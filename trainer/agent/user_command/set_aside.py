@@ -68,7 +68,7 @@ def set_aside(one: CommandCheckpoint, target: Path, config: CommandCheckpointsCo
 
 
 def move_siblings(original: Path, aside: Path, siblings: Sequence[str]) -> bool:
-    """Move the other entries of a checkpoint after the first one, and return whether all remaining ones were moved."""
+    """Move the other entries of a checkpoint after the first one, and return whether all existing ones were moved."""
     place = _siblings_folder(aside)
     if not siblings or not os.path.lexists(aside):
         return True

@@ -317,7 +317,7 @@ class HangDetector:
         self.snapshot.add_report(report, self._roster.members[node].name, now)
 
     def add_flight_records(self, node: int, message: FlightRecords) -> None:
-        """Add an agent's answer to `QueryFlights`; a malformed record raises an error."""
+        """Add an agent's answer to `QueryFlights`. A malformed record raises an error."""
         query = self._query
         if query is None or message.serial != query.serial:
             return

@@ -277,7 +277,7 @@ _MAX_MISSING = 100
 
 
 class EvidenceCollector:
-    """Handler of the coordinator's evidence queries; an answer is always sent, however much is missing."""
+    """Handler of the coordinator's evidence queries. It always sends an answer, even if evidence is missing."""
 
     def __init__(self, attempt: AttemptDir, node: int, sockets: FlightSockets) -> None:
         self._attempt, self._node, self._sockets = attempt, node, sockets

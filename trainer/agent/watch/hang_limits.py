@@ -1,4 +1,4 @@
-"""Time limits of a rank by phase, history and activity. Pure."""
+"""Rank time limits by phase, history and activity. Pure."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -178,7 +178,7 @@ _KEPT = 32
 """Maximum number of silences kept per node."""
 
 Gaps = Mapping[str, Sequence[tuple[float, float]]]
-"""Silences per node, as the seconds since each began and since it ended; the latter is 0 while it lasts."""
+"""Silences per node, as the seconds since each began and since it ended (0 while it lasts)."""
 
 
 class ReportGaps:
@@ -255,7 +255,7 @@ class ReportSchedule:
         self._last, self._attends_until = now, now
 
     def attend(self, seconds: float, now: float) -> None:
-        """Report more often for `seconds`; the coordinator may need to judge."""
+        """Report more often for `seconds`, since the coordinator may need to judge."""
         self._attends_until = max(self._attends_until, now + seconds)
 
     def due(self, now: float, *, closely: bool = False, at_once: bool = False) -> bool:

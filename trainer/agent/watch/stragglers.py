@@ -282,7 +282,7 @@ class _Group:
         return min(against, steady([values[place] / usual for values, _ in windows], noise))
 
     def _each_step(self, since: "list[array[float]]", column: int) -> list[float]:
-        """Return the nanoseconds per step of every rank since then."""
+        """Return the nanoseconds per step of every rank after `since`."""
         spent = map(sub, self._mark[column], since[column])
         return list(map(truediv, spent, map(sub, self._mark[_STEPS], since[_STEPS])))
 

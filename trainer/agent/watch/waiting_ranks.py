@@ -172,7 +172,7 @@ def _ranks_at_place(first: RankSample, ranks: Sequence[RankSample]) -> tuple[Ran
 
 
 def _place(one: RankSample) -> tuple[int, int, int, int]:
-    """Return the position of a rank in the program's order; the lowest is furthest behind."""
+    """Return a rank's position in the program's order. The rank with the lowest position is furthest behind."""
     return (one.step, _TURN.get(one.phase, _NOWHERE), one.collective, _PLACE.get(one.phase, _NOWHERE))
 
 

@@ -28,7 +28,7 @@ LAYOUTS: dict[str, tuple[tuple[int, Placement], tuple[int, Placement]]] = {
     "columns-back": ((4, Shard(1)), (2, Shard(0))),
     "replicated": ((4, Replicate()), (4, Replicate())),
 }
-"""Ranks and placement of the save, then of the load."""
+"""Number of ranks and placement, at the save and at the load."""
 _TENSORS, _SIDE = 64, 1024
 
 

@@ -192,7 +192,7 @@ def raw_reads(files: Sequence[Path], target: memoryview, *, cold: bool) -> dict[
 
 
 def raw_read(files: Sequence[Path], target: memoryview, *, threads: int, cold: bool, direct: bool = False) -> float:
-    """Return the seconds to read `files` one after the other into `target`, with `threads` threads.
+    """Return the seconds to read `files` in sequence into `target`, with `threads` threads.
 
     `target` may be smaller than the files; it is then refilled repeatedly, like a verifier's memory.
     """

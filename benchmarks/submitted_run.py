@@ -1,4 +1,4 @@
-"""A run of the product, submitted as a user submits it, in a separate home."""
+"""Runs for benchmarks, submitted as users submit them, each in a separate ORCH_HOME."""
 
 import contextlib
 import json

@@ -24,7 +24,7 @@ class TierConfig:
     """Number of newest checkpoints to keep here; at least 2."""
 
     shared: bool = True
-    """False for a node's own disk: every node then keeps the files of its own ranks there."""
+    """False for node-local disks, where each node keeps the files of its own ranks."""
 
     bandwidth: float = 0.0
     """Maximum MiB/s that each rank may write to this tier; 0: no limit."""
@@ -48,7 +48,7 @@ class RetentionConfig:
     """Rules for keeping checkpoints in addition to the newest `keep`. Pinned checkpoints are always kept."""
 
     every: int = 0
-    """Keep every checkpoint whose step is a multiple of this; 0: none."""
+    """Keep every checkpoint whose step is a multiple of this number; 0: none."""
 
     def __post_init__(self) -> None:
         if self.every < 0:
@@ -126,7 +126,7 @@ class CheckpointConfig:
     """Save interval, locations and number of checkpoints to keep."""
 
     every: int | str = 100
-    """Save after every this many steps; `auto` chooses the interval; 0: only at the end and when stopped."""
+    """Steps between saves; `auto`: chosen by orch; 0: save only at the end and when stopped."""
 
     auto: AutoConfig = field(default_factory=AutoConfig)
 

@@ -12,7 +12,7 @@ _SMALL = 1e-3
 """Save cost, as a share of the mean time between failures, below which Young's formula is exact enough."""
 
 _NOTICEABLE = 0.2
-"""Relative change below which an interval is kept, because measurements scatter."""
+"""Relative change below which an interval is kept, because measurements vary."""
 
 
 @dataclass(frozen=True, kw_only=True)

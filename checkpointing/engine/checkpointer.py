@@ -361,7 +361,7 @@ class Checkpointer:
 
 
 def _plain(value: dict[str, Any], what: str) -> dict[str, Any]:
-    """Return a copy made through JSON, so that later changes cannot affect it; raises TypeError or ValueError."""
+    """Return a copy through JSON, which later changes cannot affect; raises TypeError or ValueError."""
     try:
         copy: dict[str, Any] = json.loads(canonical(value))
     except (TypeError, ValueError) as error:

@@ -33,7 +33,7 @@ class TensorInfo:
 class Piece:
     """A saved shard. `start` and `length` bound its torch.save record, `data` and `nbytes` its raw values.
 
-    The values are contiguous, row by row, in the machine's byte order; `offsets` and `sizes` place them in the tensor.
+    The values are contiguous, row by row, in the machine's byte order; `offsets` and `sizes` locate them in the tensor.
     """
 
     key: str

@@ -1,7 +1,7 @@
 """Pins, and the deletion of checkpoints and debris in two phases.
 
-Each holder has a file of its own, so concurrent pins never overwrite or remove each other: `NAME` is a person's pin,
-`NAME@HOLDER` that of a restore test or of a process that reads the checkpoint.
+Each holder has a separate file, so concurrent pins never overwrite or remove each other. `NAME` is a user's pin;
+`NAME@HOLDER` is the pin of a restore test or of a process that reads the checkpoint.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ class Pin:
 
 
 def read_pins(storage: Storage) -> dict[str, Pin]:
-    """Return one pin per checkpoint, a person's first; a damaged pin still counts. Raises OSError if unlistable."""
+    """Return one pin per checkpoint, preferably a user's; damaged pins count. Raises OSError if listing fails."""
     found: dict[str, Pin] = {}
     for (name, _), held in read_all_pins(storage).items():
         found.setdefault(name, held)
@@ -38,7 +38,7 @@ def read_pins(storage: Storage) -> dict[str, Pin]:
 
 
 def read_all_pins(storage: Storage) -> dict[tuple[str, str], Pin]:
-    """Return all pins by checkpoint and holder, a person's ("") first. Raises OSError if they cannot be listed."""
+    """Return all pins by checkpoint and holder, a user's ("") first. Raises OSError if they cannot be listed."""
     return {key: _read(storage, _pin_file(*key)) for key in sorted(_list_pins(storage)) if parse_name(key[0])}
 
 
@@ -208,8 +208,8 @@ def attempt_ids(texts: Iterable[str]) -> set[AttemptId]:
 def delete(storage: Storage, name: str, fence: Callable[[], bool]) -> bool:
     """Delete one checkpoint or its remains; return False once the fence is lost, without deleting anything more.
 
-    The tombstone is published before any file is deleted and is itself deleted last. After a crash at any point there
-    is either a whole checkpoint, or a folder that readers ignore and every collector recognizes as half-deleted.
+    The tombstone is published before any file is deleted and is itself deleted last. A crash at any point leaves
+    either a whole checkpoint, or a folder that readers ignore and every collector recognizes as half-deleted.
     """
     files = storage.list(name)
     if COMMIT in files and DELETED not in files:

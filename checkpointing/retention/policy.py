@@ -135,7 +135,7 @@ def select_expired(entries: Sequence[Entry], policy: Policy, **facts: Any) -> li
 
 
 def read_metric(manifest: Manifest, metric: str) -> float | None:
-    """Return the workload's metric of this name for the checkpoint's step, else a fact (`loss`), else None."""
+    """Return the workload's metric of this name at the checkpoint's step, else a fact (such as `loss`), else None."""
     own = manifest.extra.get(METRICS)
     value: Any = own[metric] if isinstance(own, dict) and metric in own else manifest.extra.get(metric)
     try:

@@ -27,7 +27,7 @@ def write_direct(
     With `at`, a multiple of 4096, the data fills a region of a file that others also write. Returns True if no byte
     passed through the page cache; this requires `data` to start at a page boundary with a length that is a multiple of
     4096. Raises OSError: FileExistsError for an existing name, ENOSPC before any write if the file system supports
-    allocation, ECANCELED if `cancelled` becomes true between two blocks. Data written by then is left in place.
+    allocation, ECANCELED if `cancelled` becomes true between two blocks. Data written so far is left in place.
     """
     alone = os.O_EXCL if at is None else 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | alone | os.O_CLOEXEC, 0o600)

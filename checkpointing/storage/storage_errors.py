@@ -93,9 +93,9 @@ _NUMBERS = {
 
 @contextlib.contextmanager
 def as_oserror(place: str) -> Iterator[None]:
-    """Convert a library's own network error to OSError (EIO), and add the place to every error.
+    """Convert a library's own network error to OSError (EIO), and add the path or URL to every error.
 
-    Library errors name no file; without the place, they would be attributed to whichever folder the caller is using.
+    Library errors name no file, so they would otherwise be attributed to the folder that the caller is using.
     """
     loaded = [(sys.modules.get(module), name) for module, name in _FOREIGN]
     kinds = tuple(getattr(module, name) for module, name in loaded if module is not None)

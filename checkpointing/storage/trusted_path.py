@@ -1,4 +1,4 @@
-"""Check whether other users could replace a path: opens every folder from `/` down, like OpenSSH's StrictModes.
+"""Check whether other users could replace a path, for each folder from `/` down, like OpenSSH's StrictModes.
 
 Others who may write a folder can rename its entries, regardless of the entries' modes, unless it is sticky (`/tmp`).
 A private folder below a shared one is therefore identified by its owner and held by a descriptor, because its name

@@ -31,7 +31,7 @@ class Owner:
 class Entry:
     """A committed checkpoint; `bytes` and `committed_at` are 0 if its COMMIT is damaged (verification reports it).
 
-    `place` is its path or URL; `path` is the same as a path, useful only on mounted file systems.
+    `place` is its path or URL; `path` is the same as a Path, useful only on mounted file systems.
     """
 
     name: str

@@ -36,7 +36,7 @@ class CopyChoice:
 
 
 THERE = "the newest one is already there"
-"""Reason for not copying anything."""
+"""Reason reported if the newest checkpoint needs no copy."""
 
 
 def choose_checkpoint(
@@ -122,7 +122,7 @@ CorruptCopy = tuple[str, int, str]
 def corrupt_copies(verdicts: Storage | None, places: Sequence[ResolvedTier]) -> tuple[CorruptCopy, ...]:
     """List every copy with a bad verdict that still holds; `verdicts` is the storage of the run's own folder.
 
-    Unreadable places are skipped, because a restore verifies every byte anyway.
+    Unreadable tiers are skipped, because a restore verifies every byte anyway.
     """
     if verdicts is None:
         return ()

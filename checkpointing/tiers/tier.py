@@ -54,7 +54,7 @@ class RunTiers:
 
     @classmethod
     def single(cls, root: Path | str, storage: Storage | None = None, keep: int = 3) -> "RunTiers":
-        """Return the folder itself as the only tier, on `storage` or the default storage for its path."""
+        """Return the folder `root` as the only tier, on `storage` or the default storage for its path."""
         path = str(root) if "://" in str(root) else str(Path(root).absolute())
         storage = storage if storage is not None else open_storage(path)
         catalog = Catalog(Path(root), storage)
@@ -178,7 +178,7 @@ def _set_stripes(lfs: str, folder: Path, count: int) -> str | None:
 
 
 def on_lustre(folder: Path, mounts: Path = MOUNTS) -> bool:
-    """Return whether a folder, existing or not, is on Lustre by the mount table; False if that is unreadable."""
+    """Return whether a folder, existing or not, is on Lustre according to the mount table; False if unreadable."""
     try:
         lines = mounts.read_text(errors="surrogateescape").splitlines()
     except OSError:

@@ -1,7 +1,7 @@
 """Verification of a checkpoint's bytes: COMMIT, manifest, sizes, chunk digests.
 
 Files are digested by several threads, each of which digests a chunk as it reads it through the page cache, in pieces
-that are still in the core's own cache. The kernel reads ahead meanwhile, which a single thread with O_DIRECT cannot do.
+that are still in the core's own cache. Meanwhile the kernel reads ahead, unlike with O_DIRECT.
 Pages that were not cached before are dropped immediately, so that verification does not evict the data of a trainer.
 """
 
@@ -46,7 +46,7 @@ _SAMPLE_ONE_IN = 16
 _NAMED = 2
 
 PIECE = 512 << 10
-"""Bytes read from the page cache at once: half of a typical L2 cache."""
+"""Bytes per read from the page cache: half of a typical L2 cache."""
 PAGE = mmap.PAGESIZE
 _STRIDE = 8 << 20
 _MAX_THREADS = 4
@@ -81,7 +81,7 @@ class Fault:
 
     @property
     def is_damage(self) -> bool:
-        """Whether bytes are wrong or gone; a file that cannot be read now may be readable later."""
+        """Whether bytes are wrong or missing; a file that cannot be read now may be readable later."""
         return not self.reason.startswith("unreadable: ")
 
     @property
@@ -158,7 +158,7 @@ def verify_checkpoint(
 
 
 def read_sealed(storage: Storage, name: str) -> tuple[Manifest | None, list[Fault]]:
-    """Return the manifest (None if invalid or unlike COMMIT), and the faults of files by name and size."""
+    """Return the manifest (None if invalid or not COMMIT's), and the faults of files by name and size."""
     try:
         manifest = _read_manifest(storage, name)
         present = storage.list(name)

@@ -81,7 +81,7 @@ class OrderThreads:
     def start(self, act: Callable[[CancelToken], T], *, reads_memory_for: str = "") -> "Future[T]":
         """Start an order; the future carries its result or exception.
 
-        `reads_memory_for` is the place to which the order writes data from the arena.
+        `reads_memory_for` is the path or URL to which the order writes data from the arena.
         """
         cancel_token, future = CancelToken(), Future[T]()
         future.set_running_or_notify_cancel()  # threads cannot be cancelled; `cancel` here asks the order to stop
@@ -117,7 +117,7 @@ class OrderThreads:
             self._changed.notify_all()
 
     def until_unread(self, place: str) -> None:
-        """Wait until no order writes from memory to this place; other places may hang."""
+        """Wait until no order writes from memory to `place`; other disks may hang."""
         with self._changed:
             self._changed.wait_for(lambda: place not in self._readers.values())
 
@@ -299,7 +299,7 @@ Message = tuple[dict[str, Any], bytes]
 
 
 class MessageStream:
-    """An end of the socket, which it owns; any thread may send, one thread reads."""
+    """One end of a socket, which it owns; any thread may send, but only one may receive."""
 
     def __init__(self, stream: socket.socket) -> None:
         stream.settimeout(None)  # a program's `socket.setdefaulttimeout` must not affect this socket

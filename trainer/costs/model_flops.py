@@ -100,7 +100,7 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> float:
 
 
 def feed_forward_weights(model: ModelConfig) -> int:
-    """Count the weights that process each token; with experts, those of the chosen experts and the router."""
+    """Count the weights that process each token; with experts, count the chosen experts and the router."""
     experts = model.experts
     if not experts.count:
         return 3 * model.dim * model.ffn_dim

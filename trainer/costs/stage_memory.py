@@ -44,7 +44,7 @@ class FeedForwardMemory:
     """Memory of one layer's feed-forward block."""
 
     kept: int
-    """Floats per token that autograd keeps, including its input."""
+    """Floats per token that autograd keeps, including the block's input."""
 
     split: int
     """Floats per token kept for weight gradients, if they are computed separately."""

@@ -83,7 +83,7 @@ class ExportRequest:
     """`safetensors` or `torch`."""
     folder: Path
     dtype: str | None = None
-    """Conversion of floating-point tensors; None leaves them unchanged."""
+    """Target dtype of floating-point tensors; None leaves them unchanged."""
     with_optimizer: bool = False
     largest: int = LARGEST_FILE
     """Maximum bytes of values in one safetensors file."""

@@ -182,7 +182,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config, self.seq_len, self.loss_chunks = config, train.seq_len, train.loss_chunks
         self.part: SequencePart | None = None
-        """Part of each sequence that this rank computes; None: all of it."""
+        """Part of each sequence that this rank computes, or None for all of it."""
         rows = config.embedding_rows
         self.embedding = nn.Embedding(rows, config.dim)
         self.layers = nn.ModuleList(

@@ -104,7 +104,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(config.dim, config.experts)
         self.dispatch: Dispatch = compute_here
         self.real: int | None = None
-        """Number of leading tokens of a sequence that are not padding; None: all."""
+        """Number of leading tokens of a sequence that are not padding, or None for all."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute `x` [batch, length, width]; padding becomes zero."""

@@ -89,7 +89,7 @@ class Dimension:
         return {}
 
     def place(self, rank: int, parallel: Any) -> str:
-        """Describe the place of `rank` in a dimension outside the mesh; empty for a dimension of the mesh."""
+        """Describe the position of `rank` in a dimension outside the mesh; empty for dimensions of the mesh."""
         return ""
 
 

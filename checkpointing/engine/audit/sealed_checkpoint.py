@@ -1,4 +1,4 @@
-"""A sealed checkpoint as tensors, read a few rows at a time, so that a whole checkpoint needs little memory."""
+"""Sealed checkpoints as tensors, which are read a few rows at a time to save memory."""
 
 import math
 from collections import defaultdict
@@ -17,7 +17,7 @@ from checkpointing.storage.backends import Storage
 from checkpointing.verification.verify import read_fingerprints, read_sealed
 
 BLOCK = 64 << 20
-"""Bytes held in memory at once; a single longer row is held whole."""
+"""Maximum bytes held in memory, unless a single row is longer."""
 _MAX_OPEN = 16
 
 

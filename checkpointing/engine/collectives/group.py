@@ -177,7 +177,7 @@ class RankGroup:
     ) -> None:
         """Create the group; collective over the whole default group, so call it on the caller's main thread.
 
-        `patience` is how long a member may keep the others waiting (default: that of the default group). `key` is known
+        `patience` is how long a member may keep the others waiting (default: as in the default group). `key` is known
         only to the ranks of this generation; an empty key authenticates no messages. `leads_node`: this rank manages
         its node's disks.
         """

@@ -64,7 +64,7 @@ def assign(shards: Sequence[Shard], wanted: Sequence[Wanted], seen: Sequence[Col
                     loads[rank] += end - start
             else:
                 open_ones.append((chunk, end - start, candidates))
-    # Chunks with one natural reader are assigned by now; the rest balance the loads.
+    # Chunks with one natural reader are already assigned; the other chunks balance the loads.
     for chunk, size, candidates in open_ones:
         reader = min(candidates, key=lambda rank: (loads[rank], rank))
         chosen[chunk] = (reader,)
@@ -399,7 +399,7 @@ class RankLoad:
         return view
 
     def _view(self, need: Slice, slice_bytes: SliceBytes) -> Tensor | None:
-        """Return a slice as a view of the buffers, or None if it is not in one piece there or misaligned."""
+        """Return a slice as a view of the buffers, or None if it is not contiguous there, or misaligned."""
         if not self._buffers.holds(slice_bytes.chunks):
             return None
         dtype = self._tensors[need.key].dtype

@@ -269,7 +269,7 @@ def open_foreign(storage: Storage, name: str) -> LoadSource:
 
 
 def _locate_foreign(storage: Storage, name: str, piece: Piece, dtype: str) -> Piece | None:
-    """Return the piece with the position of its values, or None if they are not one plain row."""
+    """Return the piece with the position of its values, or None if they are not stored contiguously."""
     try:
         with storage.open(f"{name}/{piece.file}" if name else piece.file) as stream:
             record = read_record(make_reader(stream), piece.start, piece.length)

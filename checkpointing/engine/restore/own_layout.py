@@ -1,8 +1,8 @@
 """The run's own save layout. Checkpoints in this layout, on disk or in memory, are read without planning.
 
-Each rank has, or reads, the files that it would write itself, and receives from others the replicated tensors that they
-wrote for all. The fastest tier holds an earlier generation's saves that are still intact in the arena, which outlives
-the rank that filled it: the files of all ranks together are one checkpoint, whose chunks are verified in place.
+Each rank holds or reads the files that it would write, and receives replicated tensors from the ranks that wrote them.
+The fastest tier is the arena, which outlives the rank that filled it and may still hold an earlier generation's saves.
+There, the files of all ranks together form one checkpoint, whose chunks are verified in place.
 """
 
 import math
@@ -61,7 +61,7 @@ class SavedLayout:
         return (needed - held) * _FEW <= needed
 
     def lacking(self, tensors: Mapping[str, Tensor], alone: bool = False) -> list[str]:
-        """Return keys whose part this rank does not write completely itself; a lone rank writes every key it knows."""
+        """Return the keys of parts that this rank does not write completely; a lone rank writes every key it knows."""
         if alone:
             return sorted(tensors.keys() - self._alone.tensors.keys())
         own: dict[str, list[Item]] = {}

@@ -46,7 +46,7 @@ class ShardFingerprint:
 @peer_message
 @dataclass(frozen=True)
 class RankFingerprints:
-    """One rank's fingerprints: those of its differing plain tensors and of all its shards."""
+    """Fingerprints of one rank: its plain tensors that differ, and all of its shards."""
 
     differing: dict[str, str]
     shards: dict[str, ShardFingerprint]

@@ -204,7 +204,7 @@ class Restorer:
     def _list_candidates(self) -> list[Candidate]:
         """Return the candidates in this node's own tiers, and on rank 0 also in the shared ones.
 
-        Raises OSError for an unreadable place, unless another place has the newest checkpoint to inherit.
+        Raises OSError for an unreadable tier, unless another tier has the newest checkpoint to inherit.
         """
         deadline = time.monotonic() + LATE_S
         while True:
@@ -279,7 +279,7 @@ class Restorer:
     ) -> Restored | None:
         """Load the first loadable copy of one step; return None if all are permanently refused.
 
-        Unreadable copies in shared places are retried for LATE_S, then UnreadableNow is raised, because loading an
+        Unreadable copies in shared tiers are retried for LATE_S, then UnreadableNow is raised, because loading an
         older checkpoint would repeat the training that they contain.
         """
         deadline = 0.0

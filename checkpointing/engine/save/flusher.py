@@ -183,7 +183,7 @@ class Flusher:
         return True
 
     def _serve_tier(self, target: int, everything: bool) -> bool:
-        """Bring one tier up to date; return False if it should have received a checkpoint and did not."""
+        """Bring one tier up to date; return False if it should have received a checkpoint, but did not."""
         route = self._ranks.from_leader(lambda: self._route(target, everything))
         self._stuck.discard(target)
         if isinstance(route, tuple):

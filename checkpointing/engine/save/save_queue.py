@@ -76,7 +76,7 @@ class SaveQueue:
 
     @property
     def alive(self) -> bool:
-        """False after the thread ended with an unexpected error; no further save of this rank can finish."""
+        """False once the thread has died of an unexpected error; this rank then finishes no further save."""
         return not self._dead
 
     def submit(self, job: SaveJob) -> None:
@@ -87,7 +87,7 @@ class SaveQueue:
             self._thread = start_background_thread(self._serve, "checkpoint-saves")
 
     def wait(self) -> None:
-        """Return once no save is running; a save that fails meanwhile is retried only briefly."""
+        """Return once no save is running; during the wait, a failed save is retried only briefly."""
         with self._changed:
             self._waited = True
             self._changed.notify_all()

@@ -43,7 +43,7 @@ class BoundedTier:
         return self.run_within(self._seconds, lambda: act(*args, **kwargs))
 
     def run_within(self, seconds: float, act: Callable[[], T]) -> T:
-        """Like `run`, with a different limit."""
+        """Call `act` as `run` does, with a different limit."""
         self.check()
         future = self._threads.start(lambda _: act())
         try:

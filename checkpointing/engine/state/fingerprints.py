@@ -79,7 +79,7 @@ def _column_weights(form: "PieceSpec", start: int, count: int) -> Tensor:
 
 
 class PieceSpec(NamedTuple):
-    """Type, size and position of a piece of a tensor; `shape` is that of the whole tensor."""
+    """Type, size and position of a piece of a tensor; `shape` is the shape of the whole tensor."""
 
     dtype: torch.dtype
     sizes: tuple[int, ...]

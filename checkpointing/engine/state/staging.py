@@ -325,7 +325,7 @@ class Stager:
 
     @property
     def has_room(self) -> bool:
-        """Whether a save can begin without waiting for another one."""
+        """Whether a save can start without waiting for another one."""
         return self.free.qsize() > 0 if self.plan.whole else self.is_idle
 
     @property
@@ -395,7 +395,7 @@ class Stager:
 
 
 def _oldest_first(arena: Arena) -> list[int]:
-    """Order buffers by the step of their records, those without a record first: newer ones may be worth loading."""
+    """Order buffers by the steps of their records, empty ones first, because newer ones may be worth loading."""
     steps = [record.step if (record := arena.record(at)) else -1 for at in range(arena.buffers)]
     return sorted(range(arena.buffers), key=lambda at: steps[at])
 

@@ -191,7 +191,7 @@ def offloads_optimizer(config: JobConfig) -> bool:
 
 
 class GradientSync:
-    """Runs the backward passes of a step's micro-batches; gradients are reduced after each pass or after the last."""
+    """Runner of a step's backward passes; gradients are reduced after each micro-batch or after the last."""
 
     def __init__(
         self, model: nn.Module, layout: Layout, reduce: Reduce, on_wait: Callable[[], None] = lambda: None

@@ -81,7 +81,7 @@ class BalancedRouter(nn.Module):
 
 
 class ExpertBalance:
-    """The routers in this rank's layers; a dense model has none.
+    """Load balancing for the routers in this rank's layers, if the model has experts.
 
     Loads have a row for each layer of the whole model; a pipeline rank fills in the rows of its own layers.
     """

@@ -24,7 +24,7 @@ class ReplacedParameters:
         self._before = dict(model.named_parameters(remove_duplicate=False))
 
     def copy_attributes(self, model: nn.Module) -> None:
-        """Copy attributes of the old parameters, such as marks for an optimizer, to the new; remember the old ones."""
+        """Copy attributes of the old parameters, such as optimizer marks, to the new ones; remember the old ones."""
         replaced = []
         for name, parameter in model.named_parameters(remove_duplicate=False):
             old = self._before.get(name, parameter)

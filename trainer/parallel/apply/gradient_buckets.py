@@ -112,7 +112,7 @@ class CannotAverage(RuntimeError):
 class GradientBuckets:
     """Averages a model's gradients over a process group during each backward pass.
 
-    All ranks send the same buckets in the same order, whichever parameters they used.
+    All ranks send the same buckets in the same order, regardless of which parameters they used.
     """
 
     def __init__(

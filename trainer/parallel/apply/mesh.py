@@ -51,7 +51,7 @@ class Layout:
 
     @property
     def ep(self) -> DeviceMesh:
-        """Return the ranks that share this rank's experts; only if there are several."""
+        """Return the ranks that share this rank's experts; there must be several."""
         assert self.expert_mesh is not None
         return self.expert_mesh["ep"]
 
@@ -61,14 +61,14 @@ class Layout:
 
     @property
     def sequence_ranks(self) -> DeviceMesh:
-        """Return the ranks that share this rank's sequences; only if there are several."""
+        """Return the ranks that share this rank's sequences; there must be several."""
         assert self.sequence_mesh is not None
         _, name, _ = self.sequence_mesh.mesh_dim_names or ()
         return self.sequence_mesh[name]
 
     @property
     def pp(self) -> DeviceMesh:
-        """Return the ranks with the other stages of the model for this rank's tokens; only if there are several."""
+        """Return the ranks with the other stages of the model for this rank's tokens; there must be several."""
         return self.mesh["pp"]
 
     @property

@@ -37,7 +37,7 @@ class BubbleMeter:
         self._start = self._clock.mark()
 
     def begin_callback(self, moment: StageActivity) -> Call | None:
-        """Return the call at the start of a moment; None for sends, which are asynchronous."""
+        """Return the call at the start of a moment, or None for sends, which are asynchronous."""
         return None if moment.activity in SENDS else self._mark_begin
 
     def _mark_begin(self) -> None:
@@ -308,5 +308,5 @@ class PipelinedModel(nn.Module):
 
 
 def find_pipeline(model: nn.Module) -> Pipeline | None:
-    """Return the pipeline that runs `model`; None: `model` is not pipelined."""
+    """Return the pipeline that runs `model`, or None if `model` is not pipelined."""
     return model.pipeline if isinstance(model, PipelinedModel) else None

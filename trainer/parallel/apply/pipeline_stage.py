@@ -36,7 +36,7 @@ SENDS = (Activity.SEND_ACTIVATION, Activity.SEND_GRADIENT)
 
 
 class Watcher(Protocol):
-    """Provides, once per moment of a step, the calls to run at its start and end; moments do not overlap."""
+    """Provider of the calls to run at the start and end of each moment of a step; moments do not overlap."""
 
     def begin_callback(self, moment: StageActivity) -> Call | None:
         """Return the call at the start of a moment, or None."""

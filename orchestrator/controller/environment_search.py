@@ -32,7 +32,7 @@ class EnvironmentSearch:
     """Search for a working environment. It remembers which environments were tried, and when."""
 
     def __init__(self, between: Callable[[], None] = lambda: None, mono: Callable[[], float] = time.monotonic) -> None:
-        """Call `between` before each try."""
+        """`between` is called before each try."""
         self._between, self._mono = between, mono
         self._tried: dict[str, float] = {}
 

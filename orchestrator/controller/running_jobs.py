@@ -1,7 +1,7 @@
 """Conditions before a launch, the controller's actions on a live job, and the node count of a run's attempts.
 
-A job that waits too long for nodes is ended, and the next attempt uses the available nodes. Each decision is recorded
-before it takes effect: the stop request before the job is cancelled, and an attempt's size with its intent.
+A job that waits too long for nodes is cancelled, and the next attempt uses the available nodes. Each decision is
+recorded before it takes effect: a cancel as a stop request, and an attempt's size with its intent.
 """
 
 from collections.abc import Iterator

@@ -27,7 +27,7 @@ Slurm has lost the first.
 
 @dataclass(frozen=True, kw_only=True)
 class JobRecord:
-    """Recorded facts about the job of one attempt."""
+    """Recorded facts about one attempt's job."""
 
     run: str
     attempt: int

@@ -22,7 +22,7 @@ class SlurmContact:
 
 
 def read_contact(store_path: Path, lease: Lease | None) -> SlurmContact | None:
-    """Return the record of a lease's holder; None if it is missing or belongs to another process."""
+    """Return the record of the lease's holder; None if it is missing or another process wrote it."""
     holder = Holder.parse(lease.holder) if lease is not None else None
     if lease is None or holder is None:
         return None
@@ -35,6 +35,6 @@ def read_contact(store_path: Path, lease: Lease | None) -> SlurmContact | None:
 
 
 def write_contact(store_path: Path, scheduler: str, silence: str) -> None:
-    """Record this process's environment. Raises OSError."""
+    """Record this process's environment, and why Slurm does not answer in it. Raises OSError."""
     fields = {"pid": os.getpid(), "client": ClientEnvironment.from_environ().to_json(), "silence": silence}
     write_atomically(host_file(store_path, SLURM, scheduler), dump_line(fields).encode())

@@ -179,7 +179,6 @@ def _release(actor: Actor, run: Run, request: UserRequest) -> bool:
 
 
 def _exclude(actor: Actor, run: Run, request: UserRequest) -> bool:
-    """Exclude a node of the run's cluster at a user's request."""
     name, until = str(request.args["node"]), float(request.args["until"])
     span = "until it is released" if until >= UNTIL_RELEASED else f"until {stored_moment(until)}"
 

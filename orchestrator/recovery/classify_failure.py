@@ -39,7 +39,7 @@ Verdict = tuple[AttemptState, str, Failure | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """State of an attempt at one moment; durations are seconds by the controller's monotonic clock."""
+    """State of an attempt at one moment. Durations are in seconds of the controller's monotonic clock."""
 
     attempt: int
     answered: bool  # the scheduler answered; without an answer there is no verdict

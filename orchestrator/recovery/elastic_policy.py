@@ -174,8 +174,8 @@ def give_up_waiting(
 ) -> str:  # fmt: skip
     """Return why a job that waits for `asked` nodes must make room for a smaller one; empty if it must not.
 
-    `sizes`: largest first; `waited`, `patience`: seconds; `usable`: nodes in service and not excluded, busy nodes
-    included, None if the scheduler cannot report them.
+    `sizes` has the largest first. `waited` and `patience` are in seconds. `usable` is the number of nodes in service
+    that are not excluded, including busy nodes; None if the scheduler cannot report it.
     """
     # A smaller job would wait just as long unless it fits.
     fits = _fits([size for size in sizes if size.all_nodes < asked], usable)

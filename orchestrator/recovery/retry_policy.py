@@ -40,7 +40,7 @@ def drill_words(failure: Mapping[str, object]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class EndedAttempt:
-    """Ended attempt with its failure as the policy judges it; a history lists the oldest first."""
+    """Ended attempt, with its failure as the policy judges it. A history lists the oldest attempt first."""
 
     row: Attempt
     failure: Failure | None  # None if it finished or was never judged

@@ -95,13 +95,13 @@ def found_bad(path: Path, since: float) -> list[str]:
 
 
 def run_names(path: Path, limit: int = 1000) -> list[tuple[str, str]]:
-    """Return names and states of the newest runs."""
+    """Return the names and states of the newest runs."""
     query = "SELECT name, state FROM runs ORDER BY id DESC LIMIT ?"
     return [(row["name"], row["state"]) for row in _rows(path, query, (limit,))]
 
 
 def saved_steps(path: Path, run: str) -> list[tuple[int, str]]:
-    """Return the step and trust of a run's existing checkpoints, newest first."""
+    """Return the step and the trust of a run's existing checkpoints, newest first."""
     query = "SELECT step, trust FROM checkpoints WHERE run = ? AND trust <> 'DELETED' ORDER BY step DESC"
     return [(row["step"], row["trust"]) for row in _rows(path, query, (run,))]
 

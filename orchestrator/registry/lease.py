@@ -29,7 +29,7 @@ ONCE = "+once"
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """Process that holds or wants the lease: `host/space:pid:start time`, because pids are reused.
+    """Process that holds or wants the lease: `host/space:pid:start time`. The time is needed because pids are reused.
 
     The space identifies the pid namespace (`process_space`). The suffix `+once` marks a single pass, which later work
     cannot rely on.

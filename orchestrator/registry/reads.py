@@ -108,7 +108,7 @@ class Reads(StoreOperations):
         return found
 
     def checkpoints(self, run: str) -> list[Checkpoint]:
-        """Return the checkpoints of a run, newest first, deleted ones included."""
+        """Return the checkpoints of a run, newest first, including deleted ones."""
         return self.database.find(Checkpoint, run=run)
 
     def copies(self, run: str) -> list[CheckpointCopy]:

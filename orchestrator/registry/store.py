@@ -65,7 +65,7 @@ def _prepare(path: Path) -> None:
 
 
 def _make(path: Path) -> str:
-    """Create the file, readable only by its owner, before SQLite creates it with the ambient umask.
+    """Create the file, readable only by its owner, before SQLite would create it with the process's umask.
 
     Returns its journal mode. An existing file is not opened: that would drop this process's locks on it.
     """

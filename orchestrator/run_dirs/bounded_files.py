@@ -1,7 +1,7 @@
 """Access to run directories with a timeout: a hanging directory delays only its own run, and only once.
 
-A thread that waits for a dead file server cannot be ended. It is left behind, and no other work starts in that run's
-directory until it returns, so its writes can never overtake later ones.
+A thread that waits for a dead file server cannot be stopped. It is left behind, and until it returns no other work
+starts in that run's directory, so that its writes cannot come after later ones.
 """
 
 import queue

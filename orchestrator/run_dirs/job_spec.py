@@ -21,7 +21,6 @@ def oldest(jobs: Iterable[JobStatus]) -> JobStatus:
 
 
 def job_spec(run: Run, attempt: Attempt, config: RunConfig) -> JobSpec:
-    """Return the job specification of one attempt."""
     cluster, folder = config.cluster, RunDir(Path(run.run_dir))
     named = (cluster.exclude,) if cluster.exclude else ()
     return JobSpec(

@@ -74,7 +74,7 @@ def verify(screen: Screen, target: str, level: int, copies: bool) -> int:
         except NotFound as error:
             if len(chosen) == 1:
                 raise
-            screen.note(f"{error.what}: left out")  # its run has deleted it meanwhile
+            screen.note(f"{error.what}: left out")  # its run has just deleted it
     if screen.json:
         screen.data("ckpt.verify", answers)
     if not all(answer["ok"] or answer["unreadable"] for answer in answers):

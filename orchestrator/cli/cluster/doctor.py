@@ -256,7 +256,7 @@ def parse_config(text: str) -> dict[str, str]:
 
 
 def accounting(settings: Mapping[str, str], ask: CommandRunner) -> Check:
-    """Check whether `sacct` reports ended jobs."""
+    """Check whether `sacct` reports jobs that have ended."""
     without = "the queue, heartbeats and outcome files decide; node failures are detected late or not at all"
     if settings.get("AccountingStorageType", "").endswith("none") or shutil.which("sacct") is None:
         return Check("accounting", WARN, f"no accounting here: {without}")

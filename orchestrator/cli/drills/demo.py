@@ -329,7 +329,6 @@ def _ranks(layout: str) -> str:
 
 
 def describe_wrong_verdicts(tests: Sequence[RestoreTest], bit: FlippedBit) -> list[str]:
-    """Describe every wrong verdict."""
     found = []
     for test in tests:
         damaged = test.step == bit.step

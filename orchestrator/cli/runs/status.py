@@ -166,7 +166,7 @@ def _never_started(running: Sequence[RunView]) -> list[RunView]:
 
 
 def _with_bad_tests(views: Sequence[RunView]) -> dict[str, Any]:
-    """Return the bad restore test by run, among `views` and recent findings."""
+    """Return the bad restore tests by run: those of `views`, and recent ones of other runs."""
     from orchestrator.registry import fast_queries
 
     since = time.time() - RECENT

@@ -77,7 +77,7 @@ class ProofGroup:
     """Prefixes of test ids; the longest match decides."""
     label: str = ""
     figures: str = ""
-    """Prefix of the names of the figures that the row summarizes; empty: the label."""
+    """Prefix of the names of the figures that the row summarizes; the label if empty."""
     summary: Callable[[list[str]], str] = _total
 
 

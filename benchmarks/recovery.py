@@ -325,7 +325,7 @@ def measure_fault(
 
 
 def result_of(figure: str, rounds: Mapping[str, Sequence[Figures]], problems: Mapping[str, str]) -> Result:
-    """Return one figure of every side; a round without it is infinite. A wrong culprit fails the row of ours."""
+    """Return one figure of every side; a round without it is infinite. A wrong culprit counts as not declared."""
     values = {name: [found.get(figure, math.inf) for found in figures] for name, figures in rounds.items()}
     counts = {key: sum(found.get(key, 0.0) > 0 for found in rounds[OURS]) for key in COUNTED}
     notes = [f"{text} in {counts[key]} of {len(values[OURS])}" for key, text in COUNTED.items() if counts[key]]

@@ -93,7 +93,7 @@ def train_in_turns(
 ) -> tuple[TrainingSide, TrainingSide]:
     """Train `job` and the bare ranks `python WORDS` in turns, in changing order; return both sides.
 
-    The controller, shared by all runs, is left out of ours. Afterwards ours is resumed, so that the run can be stopped.
+    Our side excludes the controller, which all runs share. The run is resumed at the end, so that it can be stopped.
     """
     job.wait_for_step(_WARM_STEPS, _PATIENCE)
     agents = job.processes("orch-agent")

@@ -18,7 +18,7 @@ class TierConfig:
     """A folder, an fsspec URL (`s3://bucket/prefix`), or `run` for the run's own folder. orch adds the run's name."""
 
     every: int = 0
-    """Copy a checkpoint here if it is at least this many steps newer than the newest checkpoint here; 0: copy all."""
+    """Copy a checkpoint here if it is at least this many steps newer than the newest checkpoint here. 0 copies all."""
 
     keep: int = 3
     """Number of newest checkpoints to keep here; at least 2."""
@@ -27,10 +27,10 @@ class TierConfig:
     """False for node-local disks, where each node keeps the files of its own ranks."""
 
     bandwidth: float = 0.0
-    """Maximum MiB/s that each rank may write to this tier; 0: no limit."""
+    """Maximum MiB/s that each rank may write to this tier. 0 means no limit."""
 
     stripes: int = 1
-    """Lustre stripe count of the folder, set if `lfs` is installed; 0: the site's default."""
+    """Lustre stripe count of the folder, set if `lfs` is installed. 0 means the site's default."""
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -48,7 +48,7 @@ class RetentionConfig:
     """Rules for keeping checkpoints in addition to the newest `keep`. Pinned checkpoints are always kept."""
 
     every: int = 0
-    """Keep every checkpoint whose step is a multiple of this number; 0: none."""
+    """Keep every checkpoint whose step is a multiple of this number. 0 keeps none."""
 
     def __post_init__(self) -> None:
         if self.every < 0:
@@ -60,7 +60,7 @@ class BestConfig:
     """Best checkpoints by a metric, kept in addition to the newest; the run then also saves after each validation."""
 
     metric: str = ""
-    """A number that the workload's `validate` or `metrics` returns, or `loss`; empty: keep none."""
+    """A number that the workload's `validate` or `metrics` returns, or `loss`. Empty keeps none."""
 
     mode: str = "min"
     """`min` if a smaller number is better, `max` if a larger one is."""
@@ -85,7 +85,7 @@ class StagingConfig:
     """`block`: training waits for the copy. `lazy`: the state is copied during the next forward and backward pass."""
 
     host_memory: float = 0.0
-    """Maximum GiB of host memory for one rank's copies; 0: enough for two. If it is too small for one, training waits
+    """Maximum GiB of host memory for one rank's copies. 0 means enough for two. If too small for one, training waits
     for the disk, failed saves are not retried, and no copy stays in memory.
     """
 
@@ -126,7 +126,7 @@ class CheckpointConfig:
     """Save interval, locations and number of checkpoints to keep."""
 
     every: int | str = 100
-    """Steps between saves; `auto`: chosen by orch; 0: save only at the end and when stopped."""
+    """Steps between saves; `auto` lets orch choose. 0 saves only at the end and when stopped."""
 
     auto: AutoConfig = field(default_factory=AutoConfig)
 
@@ -134,7 +134,7 @@ class CheckpointConfig:
     """Number of newest checkpoints to keep; at least 2, so that a damaged newest checkpoint has a substitute."""
 
     max_unsaved_steps: int = 0
-    """End the attempt when this many steps are in no committed checkpoint; 0: never, even if saves keep failing."""
+    """End the attempt when this many steps are in no committed checkpoint. 0 means never, even if all saves fail."""
 
     plausibility: str = "refuse"
     """Response to NaN in a trainable weight, or to replicas that differ: `refuse`, `warn` or `off`."""
@@ -148,7 +148,7 @@ class CheckpointConfig:
     staging: StagingConfig = field(default_factory=StagingConfig)
 
     tiers: tuple[TierConfig, ...] = ()
-    """Locations for checkpoints, fastest first; empty: only the run's own folder."""
+    """Locations for checkpoints, fastest first. Empty means only the run's own folder."""
 
     retention: RetentionConfig = field(default_factory=RetentionConfig)
 

@@ -247,7 +247,7 @@ MOST_JSON = 1 << 30
 
 
 class NestedTooDeeply(ValueError):
-    """JSON whose nesting exhausts the parser's stack: nothing of ours, not even torn."""
+    """JSON nested too deeply for the parser, which orch never writes."""
 
 
 def read_json(path: Path, most: int = MOST_JSON) -> Any:

@@ -20,14 +20,14 @@ _LEAVE_SECONDS = 2.0
 
 
 class WriterLost(ConnectionError):
-    """The writer process is gone; unreported writes are not durable, and the buffers are not read any more."""
+    """The writer process is gone; unreported writes are not durable, and the buffers are no longer read."""
 
 
 class WriterLink:
     """A writer process over a stream socket; uses two descriptors in total, the socket's and the arena's.
 
     Every future ends with its result, with an OSError (errno kept), or with WriterLost if the process is gone. Once a
-    `write` has ended in any of these ways, its buffer is not read any more.
+    `write` has ended in any of these ways, its buffer is no longer read.
     """
 
     def __init__(self, stream: socket.socket, arena: Arena, process: "subprocess.Popen[bytes] | None" = None) -> None:

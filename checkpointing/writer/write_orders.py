@@ -203,7 +203,7 @@ def write_files(
 ) -> WriteResult:
     """Write and digest the files and publish the record; raises OSError with its errno.
 
-    Once it returns or raises, the buffer is not read any more. The buffer is digested and its record published even if
+    Once it returns or raises, the buffer is no longer read. The buffer is digested and its record published even if
     the write fails, because the copy in memory is still good.
     """
     start = time.monotonic()

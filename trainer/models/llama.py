@@ -220,7 +220,7 @@ class Llama(nn.Module):
             fill(name, parameter, seed, self.deviation(name))
 
     def deviation(self, name: str) -> float | None:
-        """Return the standard deviation of a parameter's initial values (GPT-2, Radford et al. 2019); None: ones."""
+        """Return the standard deviation of a parameter's initial values (Radford et al. 2019), or None for ones."""
         if "norm" in name:
             return None
         if name.endswith(("wo.weight", "w2.weight", "experts.w2")):

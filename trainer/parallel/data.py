@@ -51,7 +51,7 @@ class FsdpConfig:
     `never` with `ddp`, `zero1` and `zero2`, else all but the root."""
 
     prefetch: int = 0
-    """Number of layers gathered ahead of the current one; 0: torch's default, one."""
+    """Number of layers gathered ahead of the current one. 0 means torch's default of one layer."""
 
     reduce: str = Reduce.AUTO
     """Reduce gradients after `each` micro-batch, or after the `last` of a step: less traffic, but whole gradients in
@@ -109,7 +109,7 @@ class DataSection(Section):
     """Replicas of the sharded model (HSDP when above 1); `ddp` uses all data-parallel ranks."""
 
     dp_shard: int = 0
-    """Ranks that share parameters, gradients and optimizer state (FSDP); 0: all remaining ranks, or one with `ddp`."""
+    """Ranks that share parameters, gradients and optimizer state (FSDP). 0 means all others, or one with `ddp`."""
 
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
 
@@ -121,7 +121,7 @@ class DataSection(Section):
 
     @property
     def reshard_after_forward(self) -> bool | None:
-        """Return the argument for `fully_shard`; None: all units but the root."""
+        """Return the argument for `fully_shard`; None means all units but the root."""
         if self.fsdp.reshard_after_forward == "auto":
             return False if self.strategy in (Strategy.DDP, Strategy.ZERO1, Strategy.ZERO2) else None
         return self.fsdp.reshard_after_forward == "always"

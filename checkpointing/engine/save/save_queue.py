@@ -166,7 +166,7 @@ class SaveQueue:
             tries += 1
 
     def _broken(self, job: SaveJob, error: BaseException) -> str:
-        """Report a broken group; no rank can act for the others any more."""
+        """Report a broken group; no rank can act for the others afterwards."""
         reason = f"rank {self._ranks.rank}: {explain(error)}"
         self._emit("checkpoint.failed", {"step": job.step, "reason": reason})
         return reason

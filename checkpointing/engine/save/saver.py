@@ -277,7 +277,7 @@ class CheckpointSaver:
         return agreed
 
     def _undo(self, job: SaveJob, name: str, failed: Failed) -> None:
-        """Delete an unfinished folder, which no rank and no other process writes to any more."""
+        """Delete an unfinished folder, to which no process writes any longer."""
         if failed.final:
             self._forget(job)
         if failed.fenced or not self._seals:

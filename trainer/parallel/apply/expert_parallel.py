@@ -87,7 +87,7 @@ class ExpertBalance:
     """
 
     def __init__(self, model: nn.Module, rows: Iterable[int] | None = None, layers: int | None = None) -> None:
-        """`rows`: indices of this rank's layers among all `layers`, in the order of `model`; None: all layers."""
+        """`rows`: indices of this rank's layers among all `layers`, in the order of `model`; None means all layers."""
         found = [module for module in model.modules() if isinstance(module, BalancedRouter)]
         numbers = range(len(found)) if rows is None or not found else rows
         self._routers = dict(zip(numbers, found, strict=True))

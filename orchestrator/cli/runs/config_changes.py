@@ -72,8 +72,9 @@ def warn_of_edited_config(screen: Screen, view: RunView) -> None:
     edited = call_in_time(lambda: _edited_config(place))
     if edited is None or _is_in_force(*edited, view.config_digest):
         return
-    verb = "submit --from" if view.state == RunState.SUCCEEDED else "resume"
-    command = f"`orch {verb} {view.run} KEY=VALUE`"
+    command = f"`orch resume {view.run} KEY=VALUE`"
+    if view.state == RunState.SUCCEEDED:
+        command = f"`orch submit --from {view.run} KEY=VALUE`"
     if view.is_live:
         command = f"`orch cancel {view.run}`, then {command}"
     screen.warn("edited_config", f"{place.config} was edited: that changes nothing; type {command}")

@@ -109,7 +109,7 @@ class DataSection(Section):
     """Replicas of the sharded model (HSDP when above 1); `ddp` uses all data-parallel ranks."""
 
     dp_shard: int = 0
-    """Ranks that share parameters, gradients and optimizer state (FSDP). 0 means all others, or one with `ddp`."""
+    """Ranks that share parameters, gradients and optimizer state (FSDP). 0 means all remaining, or one with `ddp`."""
 
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
 

@@ -253,8 +253,8 @@ def tick_once(
 ) -> TickReport | None:
     """Run a single pass over this kind of scheduler's runs; return None if another controller is alive.
 
-    `force_tests` starts restore tests regardless of schedule and budget. A stalled controller is replaced once its
-    lease has expired; this waits until then, or for `patience` seconds. Raises RegistryError.
+    `force_tests` starts restore tests regardless of schedule and budget. If a controller stalls, this
+    waits until its lease has expired, for at most `patience` seconds, and replaces it. Raises RegistryError.
     """
     adopt_at_start(store_path, kind)
     key = lease_key(kind)

@@ -172,7 +172,7 @@ class LastAttempt:
 def give_up_waiting(
     sizes: Sequence[WorldSize], asked: int, waited: float, patience: float, usable: int | None
 ) -> str:  # fmt: skip
-    """Return why a job that waits for `asked` nodes must make room for a smaller one; empty if it must not.
+    """Return why a job that waits for `asked` nodes must be replaced by a smaller one; empty if it must not.
 
     `sizes` has the largest first. `waited` and `patience` are in seconds. `usable` is the number of nodes in service
     that are not excluded, including busy nodes; None if the scheduler cannot report it.

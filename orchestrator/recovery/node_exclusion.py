@@ -33,7 +33,7 @@ class NodeRecord:
     # Evidence since its last exclusion:
     hangs: int = 0  # attempts in which a rank on it stopped first
     slow: int = 0  # attempts that it slowed down until their end
-    replaced: int = 0  # attempts in which a spare replaced it, for a reason that is weak evidence alone
+    replaced: int = 0  # attempts in which a spare replaced it for a reason that is weak evidence
     faulty: str = ""  # the node's own fault, in a job that continued without it
     by_person: bool = False  # a person has excluded it
 
@@ -110,7 +110,7 @@ def _without(pool: Pool, found: Sequence[ExclusionDecision], now: float) -> Pool
 
 
 def _reason_against(record: NodeRecord, recovery: RecoveryConfig, node_days: float) -> str:
-    """Return the record's evidence against a node that ended no attempt; empty if it is insufficient."""
+    """Return the evidence against a node that has ended no attempt; empty if it is insufficient."""
     if record.faulty:
         return f"{record.name}: {record.faulty}"
     # A loss that a spare replaced counts as a failure, like a loss that ended its attempt.
@@ -228,7 +228,7 @@ def exclusion_limit(pool: Pool, recovery: RecoveryConfig) -> int:
 
 
 def avoided_nodes(pool: Pool, recovery: RecoveryConfig, now: float) -> tuple[str, ...]:
-    """Return the nodes that the next job must avoid: those that people excluded, and orch's latest, up to its limit."""
+    """Return the nodes that the next job must avoid: people's exclusions, and orch's latest ones up to its limit."""
     until = {node.name: node.excluded_until for node in pool.known if not node.by_person}
     latest = sorted((name for name in until if until[name] > now), key=lambda name: until[name], reverse=True)
     return tuple(sorted({*pool.by_persons, *latest[: exclusion_limit(pool, recovery)]}))

@@ -25,7 +25,7 @@ LOCAL = frozenset(
 )  # fmt: skip
 """File systems of a single host: shared memory and locks work, and therefore write-ahead logging.
 
-Overlay is included: its upper layer cannot be on a network file system (kernel, filesystems/overlayfs.rst).
+Overlay is included, because its upper layer cannot be on a network file system (kernel, filesystems/overlayfs.rst).
 """
 
 
@@ -130,7 +130,7 @@ def locks_work(registry: Path) -> bool:
     """Return whether a lock next to `registry` stops a second process on this host.
 
     It uses a separate file, because closing a descriptor drops every POSIX lock of the process on that file. Raises
-    OSError if no file can be created there.
+    OSError if it cannot create that file.
     """
     path = registry.with_name(f".{registry.name}.{secrets.token_hex(6)}.probe")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)

@@ -169,8 +169,8 @@ def acquire(
     """Return the lease of this scheduler's runs (empty: of all runs) for this process.
 
     Returns None while another controller is alive or has not been silent for long enough. A stalled controller on this
-    host is killed first: it may hold the registry's lock, and must not wake in the middle of an effect. A controller on
-    another host is fenced by the epoch.
+    host is killed first, because it may hold the registry's lock and must not wake in the middle of an effect. A
+    controller on another host is fenced by the epoch.
     """
     rivals = [held for held in store.leases() if scheduler in ("", held.scheduler) or not held.scheduler]
     # Observe every lease, because `all` would stop at the first live one.

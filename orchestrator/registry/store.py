@@ -67,7 +67,7 @@ def _prepare(path: Path) -> None:
 def _make(path: Path) -> str:
     """Create the file, readable only by its owner, before SQLite would create it with the process's umask.
 
-    Returns its journal mode. An existing file is not opened: that would drop this process's locks on it.
+    Returns its journal mode. An existing file is not opened, because that would drop this process's locks on it.
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -86,9 +86,9 @@ def expected_names(
 
 @dataclass(frozen=True, kw_only=True)
 class RunCheckpoints:
-    """A run's checkpoints in shared tiers: visible entries, and names that the registry expects there.
+    """A run's checkpoints in shared tiers: visible entries, and names that the registry expects in them.
 
-    `unread`: unreadable tiers by path; `newest_is_unread`: one of them may hold the newest checkpoint.
+    `unread` has the unreadable tiers by path. `newest_is_unread`: one of them may hold the newest checkpoint.
     """
 
     seen: tuple[Entry, ...] = ()

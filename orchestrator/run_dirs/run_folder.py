@@ -152,7 +152,7 @@ def name_in_folder(folder: Path) -> str:
 
 
 def refuse_within_run(place: Path, key: str, own: Path | None = None) -> None:
-    """Raise ConfigError for a place inside another run's folder: `orch rm` of that run would delete it."""
+    """Raise ConfigError for a path inside another run's folder, because `orch rm` of that run would delete it."""
     for folder in (place, *place.parents):
         if folder != own and (name := name_in_folder(folder)):
             what = f"{place} is inside the folder of the run {name}: `orch rm {name}` would delete it too"
@@ -245,7 +245,7 @@ def _run_json(run: Run, first: Attempt) -> dict[str, Any]:
 def ensure_attempt_dir(
     folder: RunDir, attempt: Attempt, config: dict[str, Any], run_config: dict[str, Any] | None = None
 ) -> None:
-    """Create an attempt's folder with `intent.json`, and its config if it differs from the run's; repeatable.
+    """Create an attempt's folder with `intent.json`, and its config if it differs from the run's. Repeatable.
 
     `run_config`: the run's config, for an attempt that is smaller than its run.
     """

@@ -1,4 +1,4 @@
-"""`orch completion`: prints the completion script of a shell."""
+"""`orch completion`: print the completion script for a shell."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ SHELLS = ("bash", "zsh", "fish")
 @click.argument("shell", type=click.Choice(SHELLS))
 @click.pass_obj
 def completion(screen: Screen, shell: str) -> None:
-    """Print the completion script of a shell: bash, zsh or fish.
+    """Print the completion script for a shell: bash, zsh or fish.
 
     \b
     bash 4.4, in ~/.bashrc:            eval "$(orch completion bash)"

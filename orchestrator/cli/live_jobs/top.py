@@ -66,7 +66,7 @@ class LiveReading:
         step, age = self.beat.saved_step if self.beat is not None else 0, None
         if self.saved is not None and self.saved[0] >= step:
             step, age = self.saved[0], self._age(self.saved[1])
-        # A step in the registry that is not its newest checkpoint may be CORRUPT.
+        # If the registry has the step, but not as its newest checkpoint, the checkpoint may be CORRUPT.
         if step in self.judged or step <= (known["step"] if known is not None else 0):
             return known
         return {"step": step, "trust": "COMMITTED", "age_s": age}

@@ -78,7 +78,7 @@ class StepLines:
     """Lines of steps.jsonl in training order, each read once."""
 
     def __init__(self, place: RunDir, *, recent_only: bool = False, keep: int | None = None) -> None:
-        """`recent_only`: only the newest existing lines, and all later ones; `keep`: number of lines to keep."""
+        """`recent_only`: read only the newest existing lines, and all later ones. `keep`: number of lines to keep."""
         self._open_attempts = OpenAttempts(place, newest=recent_only)
         self._lines: deque[StepLine] = deque(maxlen=keep)
         newest = place.all_attempts()[-1:] if recent_only else []

@@ -7,18 +7,18 @@ from trainer.protocol.config_sections.limits import require_least, require_posit
 
 @dataclass(frozen=True, kw_only=True)
 class HangConfig:
-    """When a rank counts as hung, and how evidence is collected before it is killed."""
+    """Limits after which a rank counts as hung, and evidence collection before it is killed."""
 
     on: bool = True
     """Whether to watch for hangs."""
     factor: float = 25.0
-    """A phase may take this many times its 99th-percentile duration in this run."""
+    """Timeout of a phase, as a multiple of its 99th-percentile duration in this run."""
     least: float = 8.0
     """Minimum timeout of any phase in seconds."""
     slow: float = 120.0
     """Seconds allowed without a sign of life in start, compile, restore, save, evaluation and a first step."""
     most: float = 3600.0
-    """Seconds after which a rank that does not move counts as hung despite signs of life."""
+    """Seconds without progress after which a rank counts as hung despite signs of life."""
     stopped: float = 3.0
     """Seconds after which a stopped (SIGSTOP) rank counts as hung, while its peers wait."""
     evidence: float = 10.0
@@ -37,14 +37,14 @@ class HangConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StragglerConfig:
-    """When a rank counts as a straggler."""
+    """Limits above which a rank counts as a straggler."""
 
     on: bool = True
     """Whether to compare the ranks' own work."""
     ratio: float = 1.07
-    """A rank is a straggler when its work takes more than this many times its peers', in several windows in a row."""
+    """A rank is a straggler if its work takes more than this many times its peers', in consecutive windows."""
     windows: int = 3
-    """Windows in a row that must agree."""
+    """Number of consecutive windows that must agree."""
 
     def __post_init__(self) -> None:
         if self.ratio <= 1:
@@ -54,15 +54,15 @@ class StragglerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SpikeConfig:
-    """When a loss counts as a spike; NaN and infinity always do."""
+    """Limits above which a loss counts as a spike. NaN and infinity always do."""
 
     deviations: float = 20.0
     """A loss more than this many robust deviations (plus a half) above the window's median is a spike, if its logarithm
     is also half as many above; 0: only check for NaN."""
     window: int = 50
-    """Steps for the median and the deviation; no loss is judged before the window is full."""
+    """Number of steps for the median and the deviation. No loss is judged before the window is full."""
     roll_backs: int = 3
-    """Rollbacks allowed in an attempt without a new checkpoint; each skips the batch of its step."""
+    """Rollbacks allowed in an attempt without a new checkpoint. Each skips the batch of the bad step."""
 
     def __post_init__(self) -> None:
         require_least("detection.spike", self, deviations=0, window=8, roll_backs=0)
@@ -70,12 +70,12 @@ class SpikeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightConfig:
-    """Checks of the nodes before they train."""
+    """Node checks before training."""
 
     on: bool = True
     """Measure matrix multiplication, memory and network; the quick checks of folders and limits always run."""
     seconds: float = 60.0
-    """Seconds after which network tests end without the missing results."""
+    """Seconds after which network tests stop, without the missing results."""
     slowest: float = 0.6
     """A node is suspect if its speed is below this share of its peers' median, or, in a Slurm job, of the median of the
     run's earlier attempts."""
@@ -92,7 +92,7 @@ class PreflightConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DetectionConfig:
-    """Settings of fault detection on ranks and nodes."""
+    """Settings for fault detection on ranks and nodes."""
 
     hang: HangConfig = field(default_factory=HangConfig)
     straggler: StragglerConfig = field(default_factory=StragglerConfig)
@@ -117,7 +117,7 @@ KINDS = {
     "hang-in-send": "in a pipeline: hangs before it sends its results to another stage",
     "skip-send": "in a pipeline: skips one message to another stage and continues",
 }
-"""Every kind of fault a rank can inject into itself. Drill cells hold indices into this table, so append new kinds."""
+"""All kinds of faults that a rank can inject into itself. Progress cells store indices, so append new kinds."""
 BETWEEN_STAGES = ("hang-in-send", "skip-send")
 """Kinds that need a pipeline."""
 
@@ -127,11 +127,11 @@ class DrillEvent:
     """An injected fault."""
 
     kind: str = "kill-rank"
-    """The fault; docs/watching.md lists the kinds."""
+    """Kind of fault. See docs/watching.md for the kinds."""
     rank: int = 0
-    """The rank it hits."""
+    """Affected rank."""
     step: int = 1
-    """The step in which it occurs; `kill-rank`, `stop-rank` and `raise` occur after it."""
+    """Step in which it occurs. `kill-rank`, `stop-rank` and `raise` occur after the step."""
     attempt: int = 1
     """Attempt in which it occurs; 0: every attempt."""
     generation: int = 1
@@ -147,7 +147,7 @@ class DrillEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class DrillConfig:
-    """Faults injected on purpose, to test recovery."""
+    """Deliberately injected faults to test recovery."""
 
     events: tuple[DrillEvent, ...] = ()
-    """The faults; each occurs once."""
+    """Faults to inject. Each occurs once."""

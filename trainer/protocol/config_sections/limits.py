@@ -1,4 +1,4 @@
-"""Checks of numbers in a section of the configuration."""
+"""Checks for numbers in configuration sections."""
 
 import math
 

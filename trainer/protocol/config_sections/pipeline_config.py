@@ -11,7 +11,7 @@ class Schedule(StrEnum):
 
     GPIPE = "gpipe"  # all forward passes, then all backward passes (Huang et al. 2019)
     ONE_F_ONE_B = "1f1b"  # alternating forward and backward: fewer activations (Narayanan et al. 2019)
-    INTERLEAVED = "interleaved_1f1b"  # the same with several stages per rank (Narayanan et al. 2021)
+    INTERLEAVED = "interleaved_1f1b"  # 1f1b with several stages per rank (Narayanan et al. 2021)
     ZERO_BUBBLE = "interleaved_zero_bubble"  # ZB1P: weight gradients are computed in idle time (Qi et al. 2023)
     ZBV = "zbv"  # zero bubble with two stages per rank that form a V
 
@@ -24,7 +24,7 @@ LARGE_ROUNDS = (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE)
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """Pipeline parallelism: ranks hold consecutive layers of the model."""
+    """Pipeline parallelism, where ranks hold consecutive layers of the model."""
 
     stages: int = 1
     """Consecutive parts of the layers, `stages_per_rank` of them on each rank of the pipeline; 1: no pipeline."""
@@ -85,7 +85,7 @@ class PipelineConfig:
 
     @property
     def per_rank(self) -> int:
-        """Return the stages on each rank, with 0 resolved."""
+        """Return the number of stages on each rank, with the default resolved."""
         if self.stages == 1:
             return 1
         return self.stages_per_rank or (1 if self.schedule in (Schedule.GPIPE, Schedule.ONE_F_ONE_B) else 2)

@@ -1,4 +1,4 @@
-"""Configuration of cluster, model and training: the sizes that a layout divides among ranks."""
+"""Configuration of cluster, model and training, with the sizes that a layout divides among ranks."""
 
 from dataclasses import dataclass, field
 
@@ -8,13 +8,13 @@ from trainer.protocol.config_sections.scheduler_kinds import choice_words, choic
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterShape:
-    """Location and size of the run: the part of `cluster` that the job itself needs."""
+    """Location and size of the run, the part of `cluster` that the job itself needs."""
 
     kind: str = "auto"
     """`slurm`, `local` (simulated nodes on this machine), or `auto`: slurm if sbatch is found, else local."""
 
     root: str = "~/orch-runs"
-    """Folder of all runs; on a cluster it must be on the shared file system."""
+    """Folder for all runs. On a cluster, it must be on the shared file system."""
 
     nodes: int = 1
     """Number of nodes; on `local`, number of simulated nodes."""
@@ -74,16 +74,16 @@ VOCABULARY_MULTIPLE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """Mixture of experts: instead of one feed-forward, every layer has `count` smaller ones, chosen per token."""
+    """Mixture of experts: every layer has `count` small feed-forward networks, chosen per token, instead of one."""
 
     count: int = 0
     """Experts of each layer; 0: every layer has one feed-forward for all tokens (`model.ffn_dim`)."""
     per_token: int = 2
-    """Experts that compute each token; their outputs are added with weights that sum to 1."""
+    """Number of experts that process each token. Their outputs are added with weights that sum to 1."""
     ffn_dim: int = 128
     """Inner width of each expert (SwiGLU)."""
     balance_rate: float = 1e-3
-    """Change of an expert's bias after each step in which it had more or fewer tokens than the mean; 0: no change."""
+    """Change of an expert's bias after a step in which it had more or fewer tokens than the mean; 0: no change."""
 
     def __post_init__(self) -> None:
         require_least("model.experts", self, count=0, per_token=1, ffn_dim=1, balance_rate=0)
@@ -133,10 +133,10 @@ KEEP = ("nothing", "products")
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeConfig:
-    """Settings of activation recomputation (`train.activation_checkpointing`); results do not depend on them."""
+    """Settings for activation recomputation (`train.activation_checkpointing`). They do not affect results."""
 
     every: int = 1
-    """Recompute every n-th layer; the others keep their activations."""
+    """Recompute every n-th layer. The other layers keep their activations."""
     keep: str = "nothing"
     """Activations kept in a recomputed layer: `nothing`, or the results of its matrix `products` and of attention."""
 
@@ -160,9 +160,9 @@ class TrainConfig:
     batch_size: int = 16
     """Sequences per optimizer step over all ranks."""
     micro_batch_size: int = 0
-    """Sequences per forward pass and data-parallel rank; smaller values accumulate gradients.
+    """Sequences per forward pass and data-parallel rank. Smaller values accumulate gradients.
 
-    0: the whole share at once.
+    0: all sequences of the rank in one pass.
     """
     seq_len: int = 128
     """Tokens per sequence."""

@@ -9,7 +9,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerKind:
-    """Traits of one scheduler; its login-node side is in orchestrator/scheduler/available_schedulers.py."""
+    """Traits of one scheduler. See orchestrator/scheduler/available_schedulers.py for its login-node side."""
 
     simulated_nodes: bool  # its nodes are processes of the submitting host
     go_seconds: float  # time an agent waits for GO, because file systems may show it late
@@ -25,7 +25,7 @@ KINDS = {
 
 
 def traits(kind: str) -> SchedulerKind:
-    """Return the traits of this kind; a kind that only newer releases know gets Slurm's traits."""
+    """Return the traits of this kind. An unknown kind, for example from a newer release, has Slurm's traits."""
     return KINDS.get(kind, KINDS[SLURM])
 
 

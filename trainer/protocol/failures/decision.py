@@ -1,4 +1,4 @@
-"""The decision after a failure: one type for the policy within an attempt and the policy between attempts."""
+"""Decision after a failure, for the policy within an attempt and the policy between attempts."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -9,7 +9,7 @@ from trainer.protocol.skipped_batches import Skip
 
 
 class Action(StrEnum):
-    """Next action: of the coordinator within an attempt (WAIT to END), or of the controller after one."""
+    """Next action of the coordinator within an attempt (WAIT to END), or of the controller after an attempt."""
 
     WAIT = "WAIT"
     FINISH = "FINISH"
@@ -27,7 +27,7 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class CommandFailure:
-    """A failure of a command in one generation, and its progress until then."""
+    """Failure of a command in one generation, and its progress until then."""
 
     mark: str  # equal for failures with the same cause
     seconds: float  # seconds since it was started
@@ -42,7 +42,7 @@ class CommandFailure:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """The next action, its reason and, for failures, the root cause."""
+    """Next action, its reason and, for failures, the root cause."""
 
     action: Action
     reason: str

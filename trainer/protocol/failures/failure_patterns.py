@@ -1,6 +1,6 @@
-"""Table of known sentences in errors and logs with their meanings; each reader draws its own conclusions.
+"""Table of known sentences in errors and logs, with their meanings. Each reader draws its own conclusions.
 
-A match only reports what was printed. It does not show which node is bad and does not decide the verdict.
+A match only shows that a sentence was printed. It does not show which node is bad, and it does not decide the verdict.
 """
 
 import re
@@ -45,7 +45,7 @@ class Meaning(StrEnum):
 
 
 class TextSource(Flag):
-    """Kinds of text where a sentence has its meaning."""
+    """Kinds of text in which a sentence has its meaning."""
 
     ERROR = auto()  # the text of an exception, or the last lines of a program
     JOB_LOG = auto()  # output of agents, srun and Slurm

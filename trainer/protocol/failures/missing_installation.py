@@ -1,4 +1,4 @@
-"""Errors caused by files of torch or orch that are missing from disk, such as while an environment is rebuilt."""
+"""Errors caused by missing files of torch or orch, for example while an environment is rebuilt."""
 
 import sys
 import traceback
@@ -9,14 +9,14 @@ _ORCH = ("checkpointing", "orchestrator", "trainer")
 
 
 def describe_missing(error: BaseException) -> str:
-    """Return a suffix for the message of such an error that names the folders; empty for other errors."""
+    """Return a message suffix that names the folders if files are missing; empty for other errors."""
     found = isinstance(error, ImportError) and _is_of_installation(error)
     found = found or (isinstance(error, FileNotFoundError) and _find_package(error.filename) != "")
     return f"; part of the installation is missing (environment {sys.prefix}, orch in {_ROOT})" if found else ""
 
 
 def _is_of_installation(error: ImportError) -> bool:
-    """Return whether orch could not import a module it needs, or torch could not import part of itself."""
+    """Return whether orch could not import a required module, or torch could not import part of itself."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     files = [frame.f_code.co_filename for frame in frames]
     importers = [name for name in files if not name.startswith("<frozen importlib") and "/importlib/" not in name]

@@ -17,7 +17,7 @@ LOSS_SPIKE = "LossSpike"
 
 
 class ExitCode(IntEnum):
-    """Exit codes of ranks and agents; scripts and sites may depend on them."""
+    """Exit codes of ranks and agents. Users' scripts may depend on them."""
 
     FINISHED = 0
     ERROR = 1
@@ -146,7 +146,7 @@ MORE_MEMORY = "give the job more (cluster.mem), or use less (train.micro_batch_s
 
 
 class AttemptResult(StrEnum):
-    """End of an attempt as seen by its coordinator."""
+    """Result of an attempt according to its coordinator."""
 
     FINISHED = "finished"  # all steps trained, final checkpoint committed
     STOPPED = "stopped"  # agreed stop with a save; `reason` gives its cause
@@ -155,7 +155,7 @@ class AttemptResult(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Culprit:
-    """A root cause of a failure that has several."""
+    """One of several root causes of a failure."""
 
     rank: int
     node: str
@@ -165,7 +165,7 @@ class Culprit:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The earliest root cause of a failure; secondary failures of its peers are recorded elsewhere."""
+    """Earliest root cause of a failure. Secondary failures of its peers are recorded elsewhere."""
 
     kind: FailureKind
     reason: str
@@ -198,7 +198,7 @@ class Failure:
 
 
 def legible(text: str) -> str:
-    """Return `text` in encodable form: lone surrogates (bytes of a file name that are not UTF-8) are escaped."""
+    """Return `text` with lone surrogates escaped, which come from file names that are not UTF-8."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -216,7 +216,7 @@ def _all_legible(value: Any) -> Any:
 
 
 class AgentEnd(StrEnum):
-    """Why an agent ended without an order from its coordinator."""
+    """Reason why an agent exited without an order from its coordinator."""
 
     FROZEN = "frozen"  # its own node found it frozen and killed it
     SILENT = "silent"  # no message from the coordinator for too long
@@ -226,7 +226,7 @@ class AgentEnd(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class AgentReport:
-    """`outcomes/agent-NNNN.json`: an end that the coordinator cannot report."""
+    """`outcomes/agent-NNNN.json`, the report of an exit that the coordinator cannot report."""
 
     node: int
     name: str
@@ -239,13 +239,13 @@ class AgentReport:
 
     @classmethod
     def read(cls, path: Path) -> "AgentReport":
-        """Parse a report; raises OSError, ValueError or TypeError."""
+        """Parse a report. Raises OSError, ValueError or TypeError."""
         return build(cls, read_json(path, MOST_BYTES))
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptOutcome:
-    """`outcome.json`: the end of an attempt as seen by its coordinator."""
+    """`outcome.json`, the outcome of an attempt according to its coordinator."""
 
     attempt: int
     job_id: str
@@ -260,7 +260,7 @@ class AttemptOutcome:
 
     @staticmethod
     def reserve(path: Path) -> None:
-        """Reserve disk space for the outcome, so that it can be written on a full disk; raises OSError."""
+        """Reserve disk space for the outcome, so that it can be written on a full disk. Raises OSError."""
         reserve(path)
 
     def write(self, path: Path) -> None:
@@ -268,12 +268,12 @@ class AttemptOutcome:
 
     @classmethod
     def read(cls, path: Path) -> "AttemptOutcome":
-        """Parse an outcome; raises OSError if it is missing, ValueError or TypeError if it is damaged."""
+        """Parse an outcome. Raises OSError if it is missing, ValueError or TypeError if it is damaged."""
         return build(cls, read_json(path, MOST_BYTES))
 
 
 class Budget(StrEnum):
-    """Retry budget that a failure without progress consumes; a new checkpoint restores it in full."""
+    """Retry budget that a failure without progress consumes. A new checkpoint restores it in full."""
 
     PERSON = "person"  # recurs until a user intervenes: no retry
     TRIES = "tries"  # caused by the program or the cluster: `recovery.max_failures`
@@ -290,7 +290,7 @@ class NodeBlame(StrEnum):
 
 
 class Losses(StrEnum):
-    """Failure rate that a failure counts towards, for estimating the loss of unsaved steps."""
+    """Failure rate to which a failure counts, for estimating the loss of unsaved steps."""
 
     NOBODY = "nobody"
     RUN = "run"  # a bug or lack of memory affects only its own run
@@ -299,7 +299,7 @@ class Losses(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class FailureTraits:
-    """A row of the table."""
+    """Traits of a failure kind, a row in TRAITS."""
 
     budget: Budget
     blame: NodeBlame = NodeBlame.NOTHING
@@ -376,7 +376,7 @@ TRAITS: dict[FailureKind, FailureTraits] = {
     FailureKind.INSTALLATION: FailureTraits(budget=Budget.PERSON, comes_back=True, seen_inside=True),
     FailureKind.UNKNOWN: FailureTraits(budget=Budget.TRIES, losses=Losses.CLUSTER),
 }  # fmt: skip
-"""Traits of every kind; docs/failure-kinds.md has the budgets."""
+"""Traits of every kind. See docs/failure-kinds.md for the budgets."""
 
 
 def select_kinds(holds: Callable[[FailureTraits], bool]) -> frozenset[FailureKind]:

@@ -1,4 +1,4 @@
-"""The end of a rank, one type from the kernel to the retry policy, and the files that keep it."""
+"""End of a rank, as one type for all processes, and the files that store it."""
 
 import json
 import signal
@@ -14,17 +14,17 @@ from trainer.protocol.run_dir import AttemptDir
 
 GOOD = (ExitCode.FINISHED, ExitCode.STOPPED_AFTER_SAVE)
 _MAX_TEXT = 1 << 16
-"""Maximum characters kept of a text in an error file."""
+"""Maximum characters kept from a text in an error file."""
 _STORED = (
     "rank", "generation", "node", "step", "exit_code", "time", "exception", "message", "traceback", "secondary",
     "position",
 )  # fmt: skip
-"""Keys of a line in an outcome file: the rank's own report of its end."""
+"""Keys of a line in an outcome file, which is the rank's own report of its end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankEnd:
-    """End of a rank; the exception and its details come from the rank's own report, if it could write one."""
+    """End of a rank. The exception and its details come from the rank's own report, if it could write one."""
 
     rank: int
     generation: int = 0
@@ -53,7 +53,7 @@ class RankEnd:
 
 
 def signal_name(number: int) -> str:
-    """Return the name, such as SIGKILL for 9; real-time signals get their number."""
+    """Return a signal's name, such as SIGKILL for 9, or its number for a real-time signal."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -61,32 +61,32 @@ def signal_name(number: int) -> str:
 
 
 def exit_words(exit_code: int | None, number: int | None, out_of_memory: str = "") -> str:
-    """Describe the exit of a process; `out_of_memory`: description of the kernel's kill."""
+    """Describe the exit of a process. `out_of_memory` describes the kernel's kill, if any."""
     if out_of_memory:
         return f"out of memory: {out_of_memory}"
     return f"killed by {signal_name(number)}" if number is not None else f"exit code {exit_code}"
 
 
 def append_outcome(attempt: AttemptDir, end: RankEnd) -> None:
-    """Write a rank's own report of its end durably; raises OSError."""
+    """Write a rank's own report of its end durably. Raises OSError."""
     stored = {key: getattr(end, key) for key in _STORED}
     line = dump_line({key: legible(value) if isinstance(value, str) else value for key, value in stored.items()})
     _append(attempt.rank_outcomes(end.node), line)
 
 
 def all_outcomes(attempt: AttemptDir) -> list[tuple[RankEnd, Path]]:
-    """Return every outcome with its file; torn lines are skipped."""
+    """Return every outcome with its file. Torn lines are skipped."""
     return [(end, path) for path in attempt.all_rank_outcomes() for end in _read(path)]
 
 
 def find_outcome(attempt: AttemptDir, node: str, rank: int, generation: int) -> RankEnd | None:
-    """Return a rank's last outcome from its node's file; None if it was killed."""
+    """Return a rank's last outcome from its node's file, or None if it was killed."""
     found = [end for end in _read(attempt.rank_outcomes(node)) if (end.rank, end.generation) == (rank, generation)]
     return found[-1] if found else None
 
 
 def pack_error_file(attempt: AttemptDir, node: str, rank: int, generation: int) -> None:
-    """Append the error file of a command's rank, if any, to its node's file; raises OSError."""
+    """Append the error file of a command's rank, if any, to its node's file. Raises OSError."""
     path = attempt.error_file(rank, generation)
     try:
         with open_regular(path) as stream:
@@ -99,7 +99,7 @@ def pack_error_file(attempt: AttemptDir, node: str, rank: int, generation: int) 
 
 
 def _shorten_texts(value: Any) -> Any:
-    """Truncate each text that torch's `@record` wrote: a message may contain a whole data set."""
+    """Truncate each text that torch's `@record` wrote, because a message may contain a whole data set."""
     if isinstance(value, dict):
         return {key: _shorten_texts(item) for key, item in value.items()}
     return value[:_MAX_TEXT] if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""Saves that fail while training continues: first failed step and reason, in one line of the heartbeat."""
+"""Failing saves during training, described in one line of the heartbeat."""
 
 import re
 from pathlib import PurePosixPath
@@ -17,7 +17,7 @@ _WORKED = (EventKind.CHECKPOINT_COMMITTED, EventKind.CHECKPOINT_FLUSHED)
 
 
 class SaveTrouble:
-    """Follows the events of a checkpointer; `text` is empty while its saves, and copies to further tiers, work."""
+    """State of a checkpointer's saves and copies to further tiers, from its events. `text` is empty while they work."""
 
     def __init__(self) -> None:
         self._failing: dict[str, tuple[int, str]] = {}  # by tier; the first tier's name is empty
@@ -25,7 +25,7 @@ class SaveTrouble:
         """Bytes of the checkpoint that last failed to be saved, if known."""
 
     def note(self, kind: str, data: dict[str, Any]) -> bool:
-        """Process an event; returns whether it concerns saving."""
+        """Process an event, and return whether it concerns saving."""
         tier = str(data.get("tier") or "")
         if kind in _FAILED:
             since, _ = self._failing.get(tier, (int(data["step"]), ""))
@@ -37,7 +37,7 @@ class SaveTrouble:
 
     @property
     def text(self) -> str:
-        """Return the line: `saves failing since step 30: disk full (/runs/gpt-1/checkpoints)`."""
+        """Return the line, such as `saves failing since step 30: disk full (/runs/gpt-1/checkpoints)`."""
         lines = [
             f"{f'copies to {tier} failing' if tier else SAVES_FAILING} since step {since}: {reason}"
             for tier, (since, reason) in sorted(self._failing.items())
@@ -46,7 +46,7 @@ class SaveTrouble:
 
 
 def short_reason(reason: str) -> str:
-    """Return why a save failed: for a disk error, the error and the folder; else the shortened reason."""
+    """Return the disk error and the folder for a failed save, or the shortened reason if it is no disk error."""
     found = _OS_ERROR.search(reason)
     words = disk_words(int(found[1])) if found else ""
     if found and words:

@@ -1,4 +1,4 @@
-"""Checkpoints that are suspect because of failures soon after they were loaded; drills do not count. Pure.
+"""Checkpoints that are suspect because of failures soon after they were loaded. Drills do not count.
 
 A checkpoint whose bytes verify may still hold an unusable state: saved just before the loss exploded, or corrupted by
 faulty hardware. To avoid loading it forever, its predecessor is tried instead. Only a failure that the state can cause
@@ -25,7 +25,7 @@ def drill_behind(
 ) -> str:
     """Return the kind of the drill that caused `failure`, or an empty string.
 
-    `ordered` is the drill requested of this generation, `configured` are the run's `drill.events`.
+    `ordered` is the drill requested in this generation, `configured` are the run's `drill.events`.
     """
     if failure.kind in NOT_BY_A_DRILL:
         return ""
@@ -38,7 +38,7 @@ def drill_behind(
 
 
 def _fits(event: DrillEvent, failure: Failure) -> bool:
-    """Return whether the failure matches the event's rank, and its step or the step before."""
+    """Return whether the failure matches the event's rank, and its step or the previous step."""
     blamed = {failure.rank, *(one.rank for one in failure.culprits)} - {None}
     near = failure.step is None or event.step - 1 <= failure.step <= event.step
     return event.kind not in HARMLESS and near and (not blamed or event.rank in blamed)
@@ -48,12 +48,12 @@ WITHIN = 10
 """Steps after a restore within which a failure may come from the restored state."""
 
 _OF_THE_STATE = select_kinds(lambda traits: traits.of_the_state)
-"""Failures that a loaded state can cause; failures of nodes, storage, agents and stops have other causes."""
+"""Failures that a loaded state can cause, unlike node, storage and agent failures and stops."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailedGeneration:
-    """A failed generation: step of the restored checkpoint (0: not restored), last step, and its failure."""
+    """Failed generation: step of the restored checkpoint (0: not restored), last step, and the failure."""
 
     restored: int
     step: int
@@ -66,12 +66,12 @@ class FailedGeneration:
         return cls(restored=restored, step=step, mark=_mark(failure), message=message)
 
     def is_like(self, other: "FailedGeneration") -> bool:
-        """Return whether both are the same failure: with the same message, or at the same step."""
+        """Return whether both are the same failure, with the same message or at the same step."""
         return self.mark == other.mark and (self.message == other.message or self.step == other.step)
 
 
 def failed_generation(failure: Failure, restored: int | None, step: int | None) -> FailedGeneration | None:
-    """Describe a failed generation; None if no checkpoint was loaded, or the loaded state cannot be the cause.
+    """Describe a failed generation, or return None if a loaded state cannot be the cause.
 
     `step` is the last step if the failure has none. Loading verifies every byte, so a failure before the first step
     is not evidence against the state. Neither is an error of the operating system, such as a missing data file.

@@ -1,1 +1,1 @@
-"""The training loop: steps, their reduction, saves, stops, loss spikes, drills."""
+"""Training loop: steps, their reduction, saves, stops, loss spikes and drills."""

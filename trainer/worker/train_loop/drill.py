@@ -1,6 +1,6 @@
-"""Injected faults: from `drill.events` in the configuration, or ordered during the run through the progress cell.
+"""Injected faults from `drill.events` in the configuration, or ordered during the run through the progress cell.
 
-Each fires in its step; faults that a rank can only cause between two steps fire after it.
+Each fault fires in its step. Faults that a rank can only cause between two steps fire after the step.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ _KINDS = tuple(KINDS)
 
 
 class DrillError(RuntimeError):
-    """The exception that a `raise` drill throws into the training loop."""
+    """Exception that a `raise` drill raises in the training loop."""
 
 
 class Orders(Protocol):
@@ -32,7 +32,7 @@ class Orders(Protocol):
 
 
 class Drill:
-    """The events of one rank in one generation; `announce` is called with (kind, step) before each fires."""
+    """Drill events of one rank in one generation. `announce` is called with kind and step before each event fires."""
 
     def __init__(
         self, events: Sequence[DrillEvent], *, rank: int, attempt: int, generation: int,
@@ -54,7 +54,7 @@ class Drill:
         self._inject("hang-in-data", step, _wait)
 
     def in_forward(self, step: int) -> None:
-        """Inject faults at the beginning of the forward pass of `step`."""
+        """Inject faults at the start of the forward pass of `step`."""
         for event in self._events:
             if event.kind == "slow-rank" and step >= event.step:
                 self._announce_once(event, step)
@@ -63,7 +63,7 @@ class Drill:
         self._inject("hold-lock", step, _hold_lock)
 
     def in_send(self, step: int) -> bool:
-        """Inject faults before a stage sends data; return whether it may send. Fires once per step."""
+        """Inject faults before a stage sends data, at most once per step. Return whether the stage may send."""
         self._inject("hang-in-send", step, _wait, once=True)
         return not self._inject("skip-send", step, lambda _: None, once=True)
 
@@ -83,7 +83,7 @@ class Drill:
         self._inject("desync-order", step, _call_other_order)
 
     def in_save(self, step: int) -> None:
-        """Inject faults when the save of `step`, or the first one after it, begins."""
+        """Inject faults at the start of the save of `step` or of the first save after it."""
         for event in [event for event in self._events if event.kind == "hang-in-save" and step >= event.step]:
             self._events.remove(event)
             self._announce_once(event, step)
@@ -100,7 +100,7 @@ class Drill:
         return [event for event in self._events if event.kind == kind and event.step == step]
 
     def _inject(self, kind: str, step: int, fire: Callable[[float], None], *, once: bool = False) -> bool:
-        """Return whether an event fired; `once`: for code that a step runs several times."""
+        """Fire the events that are due and return whether there were any. `once` is for code that runs repeatedly."""
         due = self._due(kind, step)
         for event in due:
             if once:
@@ -115,7 +115,7 @@ class Drill:
             self._announce(event.kind, step)
 
     def _receive_order(self, step: int) -> None:
-        """Take an order, which fires now or in the next step."""
+        """Read an order, which fires now or in the next step."""
         serial, kind, value = self._orders.read_drill_order() if self._orders is not None else (0, 0, 0.0)
         if serial == self._serial or kind >= len(_KINDS):
             return
@@ -147,7 +147,7 @@ def _spin(seconds: float) -> None:
 
 
 def _hold_lock(seconds: float) -> None:
-    """Deadlock in C with the GIL held, like a faulty extension module; unlike a sleep, no signal ends it."""
+    """Deadlock in C with the GIL held, like a faulty extension module. Unlike a sleep, no signal interrupts it."""
     libc = ctypes.PyDLL(None)
     mutex = ctypes.create_string_buffer(64)  # zeroed, which is PTHREAD_MUTEX_INITIALIZER
     libc.pthread_mutex_lock(mutex)
@@ -162,7 +162,7 @@ def _call_other_shape(size: float) -> None:
 
 
 def _call_other_order(_: float) -> None:
-    """Call one collective more than the peers, so that every later one is mismatched."""
+    """Call one collective more than the peers, so that every later collective is mismatched."""
     dist.broadcast(torch.ones(1, device=_device()), src=(dist.get_rank() + 1) % dist.get_world_size())
 
 

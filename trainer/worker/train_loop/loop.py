@@ -1,4 +1,4 @@
-"""The training loop: steps, agreement at every step boundary, saves."""
+"""Training loop: steps, agreement at every step boundary, and saves."""
 
 import math
 import time
@@ -48,14 +48,14 @@ class LoopServices:
     progress_log: ProgressLog
     figures: StepFigures
     retrained: RetrainedSteps
-    record_code: Callable[[], None]  # on rank 0, once its first step has imported everything it needs
+    record_code: Callable[[], None]  # called on rank 0 after its first step has imported everything it needs
     skip: Collection[int] = ()  # positions in the data
     test_until: int = 0  # a restore test trains to this step and saves nothing
 
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step whose sums are still on the device, with its batch's position in the data and its learning rate."""
+    """Step whose sums are still on the device, with its batch's position in the data and its learning rate."""
 
     reduced: Reduced
     position: int
@@ -68,7 +68,7 @@ class PendingStep:
 
 
 class Loop:
-    """Training from the current `train_state` to the last step, or to a step boundary where all ranks agree to stop.
+    """Training loop from the current `train_state` to the last step, or to a step where all ranks agree to stop.
 
     The sums of step s are read on the host after step s + 1 has been queued, so a GPU's queue never drains. A stop
     requested during step s is therefore served after step s + 1, on every rank.
@@ -96,7 +96,7 @@ class Loop:
         self._reducer = MetricReducer("metrics", objects.layout)
 
     def run(self) -> ExitCode:
-        """Train; return FINISHED or STOPPED_AFTER_SAVE. Raises the error of a failed step or save."""
+        """Train, and return FINISHED or STOPPED_AFTER_SAVE. Raises the error of a failed step or save."""
         total, now = self._last, self._train_state
         self._validate_owed()  # left by a stop at the end of the previous start
         while now.step < total:
@@ -112,7 +112,7 @@ class Loop:
         return ExitCode.FINISHED
 
     def _train(self, step: int) -> PendingStep:
-        """Run one optimizer step; nothing in it waits for the device."""
+        """Run one optimizer step without waiting for the device."""
         objects = self._objects
         self._services.phases.enter(Phase.DATA)
         self._services.drill.in_data(step)
@@ -157,12 +157,12 @@ class Loop:
         return {**exposed, "reductions": exposed.get("reductions", 0.0) + self._services.phases.reductions}
 
     def _check_overflow(self, reduced: Reduced) -> bool:
-        """Return whether the gradients of this step overflowed; only float16 waits for the device to find out."""
+        """Return whether the gradients of this step overflowed. Only float16 can overflow, and waits for the device."""
         scale = self._train_state.loss_scale
         return scale.is_dynamic and scale.update_scale(float(reduced.norm))
 
     def _rate(self, step: int) -> float:
-        """Return the learning rate of this step; with the workload's own scheduler, that of the first group."""
+        """Return the learning rate of this step, which is the first group's if the workload has its own scheduler."""
         if self._objects.scheduler is None:
             return self._scheduled_rate(step)
         return float(self._objects.optimizer.param_groups[0]["lr"])
@@ -191,7 +191,7 @@ class Loop:
         # On a GPU this waits for the previous step, so it counts towards this step's end, not the next one's data.
         reason = self._read_pending()
         saved, seconds = services.saver.committed_step or 0, services.save_schedule.save_seconds
-        # A rank held up from here on is on its way to its next batch, not ahead of its peers.
+        # A rank that is delayed from here on counts as loading its next batch, not as ahead of its peers.
         services.cell.enter(Phase.DATA)
         services.cell.update(step=step, saved_step=saved, save_seconds=seconds, step_seconds=self._seconds)
         self._check_saved(step)
@@ -202,9 +202,9 @@ class Loop:
         saves = step == self._last or services.save_schedule.should_save(step, self._save_vote)
         validates = self._validation.is_due(step)
         if reason or saves or validates:
-            # Both wait for the device anyway, so this step's own votes are read too.
+            # Saves and validations wait for the device anyway, so this step's own votes are read too.
             reason = max(reason, self._read_pending())
-            # A stop leaves no time for a validation: the next start makes up for it.
+            # A stop leaves no time for a validation, so the next start does it.
             if validates and reason <= StopReason.SAVE_AND_GO_ON:
                 self._validate(step)
                 self._check_best(self._validation.names)
@@ -218,7 +218,7 @@ class Loop:
         return reason
 
     def _validate_owed(self) -> None:
-        """Validate a step that a stop saved unvalidated; save it again if its result selects the best checkpoints."""
+        """Validate a step that a stop saved without validation. Save it again if the best are selected by it."""
         state, best = self._train_state, self._config.checkpoint.best.metric
         if state.validated < state.step and self._validation.is_due(state.step):
             if best in self._validate(state.step):
@@ -268,12 +268,12 @@ class Loop:
         self._services.cell.update(loss=result.loss, grad_norm=result.grad_norm)
         self._report(result, pending, own)
         if not self._is_excused(pending, result):
-            # Before any save of it: every rank reads the same sums, so a bad step ends all of them here.
+            # This precedes any save of the step. Every rank reads the same sums, so a bad step raises on all ranks.
             self._services.spike_detector.judge(result, pending.position, pending.replaced)
         return result.stop
 
     def _is_excused(self, pending: PendingStep, result: StepResult) -> bool:
-        """Return whether float16 overflow excuses a bad step; a non-finite loss twice in a row is no overflow."""
+        """Return whether float16 overflow excuses a bad step. Two non-finite losses in a row are not an overflow."""
         again, self._without_loss = self._without_loss, not math.isfinite(result.loss)
         return pending.overflowed and not (again and self._without_loss)
 
@@ -305,7 +305,7 @@ class Loop:
         self._stall = 0.0
 
     def _save(self, reason: StopReason) -> None:
-        """Save; wait for the commit if the run ends with it."""
+        """Save, and wait for the commit if the run ends with this save."""
         services, step = self._services, self._train_state.step
         services.phases.enter(Phase.CHECKPOINT)
         services.journal.settle()
@@ -365,7 +365,7 @@ class Loop:
             )
 
     def _finish(self) -> None:
-        """Record the weights' digest, which identifies equal runs, and the probe; enter the last phase."""
+        """Record the probe and the weights' digest, which identifies equal runs, and enter the last phase."""
         digest = weights_digest(self._objects.model, self._objects.layout)
         probes = self._config.trains_built_in_workload and not self._services.test_until
         probe = {"probe": self._probe()} if probes else {}
@@ -376,7 +376,7 @@ class Loop:
         self._services.phases.enter(Phase.DONE)
 
     def _probe(self) -> dict[str, float]:
-        """Return loss and gradient norm of one more step, which changes no weight, for restore tests to compare."""
+        """Return loss and gradient norm of one more step without changing weights, for comparison in restore tests."""
         step, objects = self._train_state.step + 1, self._objects
         _, batches = self._train_state.positions.take(self._services.skip)
         loss = self._passes.run(step, batches, self._train_state.loss_scale.scale)

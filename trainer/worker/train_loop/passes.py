@@ -30,19 +30,19 @@ _PHASES = {
 
 
 class StagePhases:
-    """Watcher of a pipeline that reports to the tracker; waits for other stages do not count as work of this one."""
+    """Pipeline watcher that reports to the tracker. Waits for other stages do not count as this stage's work."""
 
     def __init__(self, phases: PhaseTracker, stages: Sequence[int]) -> None:
-        """Create a watcher; `stages` are those of this rank, in model order."""
+        """Create a watcher. `stages` are this rank's stages, in model order."""
         self._phases, self._places = phases, {stage: place for place, stage in enumerate(stages)}
 
     def begin_callback(self, moment: StageActivity) -> Call:
-        """Return the call for the start of a pass, message or wait."""
+        """Return the callback for the start of a pass, message or wait."""
         phase = _PHASES.get(moment.activity)
         return self._phases.wait_callback(moment) if phase is None else self._phases.pass_callback(phase, moment)
 
     def end_callback(self, moment: StageActivity) -> Call | None:
-        """Return the call for the end of a moment, or None for a pass, whose successor has its own start."""
+        """Return the callback for the end of an activity, or None for a pass, because the next activity ends it."""
         if moment.activity in _PHASES:
             return None
         ends = self._phases.wait_end_callback()
@@ -69,11 +69,14 @@ class Passes(Protocol):
     """Seconds of exposed pipeline communication in the previous step: `receives`, `sends`, `reductions`."""
 
     def run(self, step: int, batches: Sequence[Any], scale: float) -> torch.Tensor:
-        """Compute all micro-batches' gradients, times `scale`; return this rank's mean loss. Raises WorkloadError."""
+        """Compute the gradients of all micro-batches, times `scale`, and return this rank's mean loss.
+
+        Raises WorkloadError.
+        """
 
 
 def build_passes(objects: TrainObjects, phases: PhaseTracker, drill: Drill, reduce: Reduce) -> Passes:
-    """Return the passes of a whole model or of a model in stages."""
+    """Return the passes for a whole model or for a model in stages."""
     gradients = GradientSync(objects.model, objects.layout, reduce, phases.begin_wait)
     pipeline = find_pipeline(objects.model)
     if pipeline is None:
@@ -82,7 +85,7 @@ def build_passes(objects: TrainObjects, phases: PhaseTracker, drill: Drill, redu
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """Return `batch` with the tensors in its lists, tuples and dictionaries on `device`; unchanged on a CPU."""
+    """Return `batch` with the tensors in its lists, tuples and dictionaries on `device`. Unchanged on a CPU."""
     if device.type == "cpu":
         return batch
 
@@ -135,7 +138,7 @@ class WholePasses:
 
 
 class StagedPasses:
-    """Passes in which the micro-batches pass through the stages of all ranks of a pipeline."""
+    """Passes in which micro-batches move through the stages of a pipeline."""
 
     exposed: Mapping[str, float] = MappingProxyType({"receives": 0.0, "sends": 0.0, "reductions": 0.0})
 
@@ -150,7 +153,7 @@ class StagedPasses:
         pipeline.watch(self._meter)
 
     def run(self, step: int, batches: Sequence[Any], scale: float) -> torch.Tensor:
-        """Run a step as in `Passes.run`; only ranks with the last stage have a loss."""
+        """Run a step as in `Passes.run`. Only ranks with the last stage have a loss."""
         require_batches(self._objects, step, batches)
         # Read the previous step's times now, because a GPU has finished it.
         if self._begun:

@@ -1,4 +1,4 @@
-"""The one exchange of a step: gradient norm, loss, metrics, stop votes and rank 0's message."""
+"""The single reduction of a step: gradient norm, loss, metrics, stop votes and rank 0's message."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from trainer.worker.workload import Mean, Metric, Rank0, Sum, WorkloadError
 
 
 def scalar_loss(workload: object, loss: Any) -> torch.Tensor:
-    """Return the result of a user's `loss()`; raises WorkloadError if no backward pass can start from it."""
+    """Return the result of a user's `loss()`. Raises WorkloadError if no backward pass can start from it."""
     if isinstance(loss, torch.Tensor) and not loss.dim() and loss.requires_grad:
         return loss
     if not isinstance(loss, torch.Tensor):
@@ -33,14 +33,14 @@ def scalar_loss(workload: object, loss: Any) -> torch.Tensor:
 
 
 _CELLS = 3
-"""Cells per number: its sum, the sum of its weights, and how many ranks contribute to a plain sum."""
+"""Cells per number: its sum, the sum of its weights, and the number of ranks that contribute to a plain sum."""
 
 
 class MetricReducer:
-    """Reduces a workload's numbers over all ranks; every call must use the names of the first one."""
+    """Reducer of a workload's numbers over all ranks. Every call must use the names of the first call."""
 
     def __init__(self, method: str, layout: Layout) -> None:
-        """Create a reducer; `method` is the workload's method, for messages."""
+        """Create a reducer. `method` is the name of the workload's method, for messages."""
         self._method, self._layout = method, layout
         self._names: list[str] | None = None
 
@@ -50,7 +50,7 @@ class MetricReducer:
         return tuple(self._names or ())
 
     def pack(self, values: Mapping[str, Metric]) -> torch.Tensor:
-        """Return the float64 row to be summed over the ranks; collective at the first call. Raises WorkloadError."""
+        """Return the float64 row to sum over the ranks. The first call is collective. Raises WorkloadError."""
         given = self._check_metrics(values)
         if self._names is None:
             self._names = list(
@@ -65,12 +65,12 @@ class MetricReducer:
         return self._tensor([cell for name in self._names for cell in self._row(given.get(name))])
 
     def unpack(self, numbers: list[float]) -> dict[str, float]:
-        """Return the numbers by name, from the sums of all ranks' rows; names without a value are left out."""
+        """Return the numbers by name, from the sum of all ranks' rows. Names without a value are omitted."""
         rows = zip(self.names, numbers[::_CELLS], numbers[1::_CELLS], numbers[2::_CELLS], strict=True)
         return {name: total if summed else total / weight for name, total, weight, summed in rows if summed or weight}
 
     def reduce(self, values: Mapping[str, Metric]) -> dict[str, float]:
-        """Pack, sum and unpack; collective, and waits for the device."""
+        """Pack, sum and unpack. Collective, and waits for the device."""
         row = self.pack(values)
         if len(row):
             dist.all_reduce(row)
@@ -104,7 +104,7 @@ class MetricReducer:
         return 0.0 if empty else _whole(value.value) * weight, weight, 0.0
 
     def _tensor(self, cells: list[Any]) -> torch.Tensor:
-        """Return the cells as a row, without waiting for those on the device."""
+        """Return the cells as a row, without waiting for cells on the device."""
         plain = [0.0 if isinstance(cell, torch.Tensor) else float(cell) for cell in cells]
         row = torch.tensor(plain, dtype=torch.float64, device="cpu").to(self._layout.device, non_blocking=True)
         for at, cell in enumerate(cells):
@@ -114,7 +114,7 @@ class MetricReducer:
 
 
 def _whole(number: Any) -> Any:
-    """Return a float, or a whole tensor on this rank without gradients."""
+    """Return a float, or an unsharded tensor without gradients."""
     if not isinstance(number, torch.Tensor):
         return float(number)
     number = number.full_tensor() if isinstance(number, DTensor) else number
@@ -123,7 +123,7 @@ def _whole(number: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class RankZeroMessage:
-    """Rank 0's message to all ranks in a step; every other rank sends zeros."""
+    """Rank 0's message to all ranks in a step. Every other rank sends zeros."""
 
     save_vote: SaveVote = SaveVote.NONE
     committed: int = 0  # step of the newest committed checkpoint
@@ -145,10 +145,10 @@ class StepResult:
 
 
 class OwnNumbers(NamedTuple):
-    """This rank's optional numbers to be summed; both float64."""
+    """This rank's optional float64 numbers to sum."""
 
     metrics: torch.Tensor | None = None
-    """A row of the workload's own numbers."""
+    """Row of the workload's own numbers."""
 
     loads: torch.Tensor | None = None
     """Tokens of each expert, layer by layer."""
@@ -158,10 +158,10 @@ NO_NUMBERS = OwnNumbers()
 
 
 class Reduced:
-    """The sums of one step: available on the device immediately, on the host through `result`."""
+    """Sums of one step, available on the device immediately and on the host through `result`."""
 
     def __init__(self, step: int, row: StepSums, norm: torch.Tensor | None = None, *, experts: int = 0) -> None:
-        """Wrap a row of sums; `norm` is set if known before them, `experts` is the number of loads at its end."""
+        """Wrap a row of sums, with `experts` loads at its end. `norm` is set if it is known before the sums."""
         self.step = step
         self._row, self._norm, self._experts = row, norm, experts
         self._world = dist.get_world_size()
@@ -169,7 +169,7 @@ class Reduced:
         self._copied: torch.cuda.Event | None = None
 
     def wait(self) -> None:
-        """Wait until all ranks have taken part; on a GPU the stream waits, and copying the sums begins."""
+        """Wait until all ranks have taken part. On a GPU, the stream waits, and copying the sums starts."""
         if self._host is not None:
             return
         self._sums = self._row.wait()
@@ -181,12 +181,12 @@ class Reduced:
 
     @property
     def norm(self) -> torch.Tensor:
-        """Norm of all gradients; valid after `wait`, or earlier if it was known before."""
+        """Norm of all gradients. Valid after `wait`, or earlier if it was known before the sums."""
         return self._sums[0].sqrt() if self._norm is None else self._norm
 
     @property
     def loads(self) -> torch.Tensor | None:
-        """Tokens of each expert on all ranks; valid after `wait`."""
+        """Tokens of each expert on all ranks. Valid after `wait`."""
         return self._sums[len(self._sums) - self._experts :] if self._experts else None
 
     def result(self) -> StepResult:
@@ -212,9 +212,9 @@ def reduce(
     step: int, gradients: Sequence[torch.Tensor], loss: torch.Tensor, asked: StopReason, message: RankZeroMessage,
     own: OwnNumbers = NO_NUMBERS, about: GradientFacts | None = None,
 ) -> Reduced:  # fmt: skip
-    """Sum over all ranks; `loss` is this rank's mean. `about`: gradients to compare, or None.
+    """Start the sum over all ranks. `loss` is this rank's mean, and `about` has the gradients to compare.
 
-    With equal gradients on all ranks, each knows the norm without waiting for the sum.
+    If all ranks have equal gradients, the norm is known without waiting for the sum.
     """
     world = dist.get_world_size()
     about = about or GradientFacts()
@@ -233,7 +233,7 @@ def reduce(
 
 
 def _mark(squares: torch.Tensor, about: GradientFacts) -> torch.Tensor:
-    """Return the value that ranks compare; zero if nothing is compared."""
+    """Return the value that ranks compare, or zero if nothing is compared."""
     if about.alike:
         return residue(squares)
     if about.compared:
@@ -242,19 +242,19 @@ def _mark(squares: torch.Tensor, about: GradientFacts) -> torch.Tensor:
 
 
 def stop_votes(reason: StopReason) -> list[float]:
-    """Return one number per reason, to be summed over the ranks."""
+    """Return one number per reason, to sum over the ranks."""
     return [1.0 if reason == candidate else 0.0 for candidate in StopReason]
 
 
 def agreed_stop(sums: list[float]) -> StopReason:
-    """Return the highest reason that any rank voted for; the same on all ranks because the sums are."""
+    """Return the highest reason that any rank voted for. It is the same on all ranks because the sums are."""
     return max((reason for reason, count in zip(StopReason, sums, strict=True) if count > 0), default=StopReason.NONE)
 
 
 def squared_norm(gradients: Sequence[torch.Tensor], world: int) -> torch.Tensor:
-    """Return this rank's share of the squared gradient norm in float64; an element held by n ranks counts 1/n on each.
+    """Return this rank's share of the squared gradient norm in float64.
 
-    `world`: the ranks that have these parameters, or shards of them.
+    An element held by n ranks counts 1/n on each. `world` is the number of ranks with these parameters or shards.
     """
     shares = [(own_part(gradient), 1.0 / copies(gradient, world)) for gradient in gradients]
     if not shares:
@@ -279,7 +279,7 @@ def copies(tensor: torch.Tensor, world: int) -> int:
 
 
 def unscale(gradients: Sequence[torch.Tensor], scale: float) -> None:
-    """Divide by the loss scale, a power of two: exact unless the result is too small for float32."""
+    """Divide by the loss scale. This is exact, as the scale is a power of two, unless the result is too small."""
     if scale != 1.0 and gradients:
         torch._foreach_mul_([own_part(gradient) for gradient in gradients], 1.0 / scale)
 
@@ -290,4 +290,4 @@ def clip(gradients: Sequence[torch.Tensor], norm: torch.Tensor, limit: float) ->
         return
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
     shards = [own_part(gradient) for gradient in gradients]
-    torch._foreach_mul_(shards, factor.float().to(shards[0].device))  # the host for offloaded gradients
+    torch._foreach_mul_(shards, factor.float().to(shards[0].device))  # the CPU for offloaded gradients

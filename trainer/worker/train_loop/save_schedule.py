@@ -11,7 +11,7 @@ from trainer.protocol.rank_progress.progress import ProgressCell, StopReason
 
 
 class StopFlag:
-    """A rank's view of its agent's requests; `served` lets one save answer a request that stays in the cell."""
+    """Stop requests from a rank's agent. A request stays in the cell, so a served request must be remembered."""
 
     def __init__(self, cell: ProgressCell) -> None:
         self._cell = cell
@@ -25,19 +25,19 @@ class StopFlag:
         return StopReason.NONE if self._served else request[0]
 
     def mark_served(self) -> None:
-        """Mark the current request as answered by a save that every rank has agreed on."""
+        """Mark the current request as answered by the save on which all ranks have agreed."""
         request = self._cell.read_stop_request()
         self._served = request if request[0] == StopReason.SAVE_AND_GO_ON else None
 
 
 _SAMPLES = 64
 _HUNG = 8.0
-"""Multiple of the usual save time above which a save waited for a hung disk and is not counted."""
+"""Multiple of the usual save time above which a save is not counted, because it waited for a hung disk."""
 _ENOUGH = 8
 
 
 class SaveVote(IntEnum):
-    """Rank 0's save vote in a step's reduction; read by every rank one step later."""
+    """Rank 0's save vote in a step's reduction. Every rank reads it one step later."""
 
     NONE = 0
     SAVE = 1
@@ -47,16 +47,18 @@ class SaveVote(IntEnum):
 class SaveSchedule:
     """Schedule that counts the steps between saves.
 
-    Every rank calls `should_save` and `record_save`; `save_vote` covers the data of rank 0 (clocks, commits, failures).
+    Every rank calls `should_save` and `record_save`. Only rank 0 calls `save_vote`, which depends on its clock, commits
+    and failures.
     """
 
     def __init__(
         self, config: CheckpointConfig, *, saved: int, mtbf: float,
         on_change: Callable[[int, float, str], None], clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        """Create a schedule; `saved` is the newest step on a disk, older than a step restored from memory.
+        """Create a schedule. `saved` is the newest step on disk, which may be older than a step restored from memory.
 
-        `mtbf`: seconds between two failures of the whole job; `on_change` gets a new interval: steps, seconds, reason.
+        `mtbf` is the mean seconds between failures of the whole job. `on_change` receives the steps, seconds and reason
+        of a new interval.
         """
         self._config, self._mtbf, self._on_change, self._clock = config, mtbf, on_change, clock
         self._auto = config.every == AUTO
@@ -68,17 +70,17 @@ class SaveSchedule:
         self._busy: deque[float] = deque(maxlen=_SAMPLES)
         self._stalls: deque[float] = deque(maxlen=_SAMPLES)
         self.save_seconds = 0.0
-        """The 99th percentile of the seconds from a save to its commit, without hung saves."""
+        """99th percentile of the seconds from a save to its commit, without hung saves."""
 
     @property
     def tried_step(self) -> int:
-        """The step of the newest save that was begun or tried."""
+        """Step of the newest save that was started or tried."""
         return self._tried
 
     # -- all ranks
 
     def should_save(self, step: int, save_vote: SaveVote) -> bool:
-        """Return whether to save after `step`; the same on every rank, because `save_vote` is."""
+        """Return whether to save after `step`. It is the same on every rank, because `save_vote` is."""
         if save_vote is SaveVote.SAVE:
             return True
         return bool(self._fixed and step % self._fixed == 0 and save_vote is not SaveVote.HOLD_BACK)
@@ -114,14 +116,14 @@ class SaveSchedule:
             self._failures += 1
 
     def save_vote(self, step: int, stop_due: float) -> SaveVote:
-        """Return rank 0's vote for the step after `step`; `stop_due` is on this clock, 0 if unknown."""
+        """Return rank 0's vote for the step after `step`. `stop_due` is a time on this clock, or 0 if unknown."""
         since = step + 1 - self._tried
         if self._failures and not self._open:
             return SaveVote.SAVE if since >= retry_after(self.steps, self._failures) else SaveVote.NONE
         length = self.steps * quantile(self._quiet, 0.5) if self._auto else 0.0
         if stop_due and skip_before_stop(stop_due - self._clock(), interval=length, save=self.save_seconds):
             return SaveVote.HOLD_BACK
-        # Never faster than a save takes; a save that does not end is given up eventually, and the saver reports why.
+        # Never save more often than saves finish. The saver eventually abandons a hung save and reports why.
         pause = self._longest() if self._open else self.steps
         return SaveVote.SAVE if self._auto and since >= pause else SaveVote.NONE
 

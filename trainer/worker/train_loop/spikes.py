@@ -1,4 +1,4 @@
-"""PURE: detection of NaN and loss spikes. All ranks read the same sums, so they make the same decisions."""
+"""Detection of NaN and loss spikes. All ranks read the same sums, so they make the same decisions."""
 
 import math
 from bisect import bisect_left, insort
@@ -18,14 +18,14 @@ _AS_A_FACTOR = 0.5
 Losses near zero vary by factors: losses far above the median are as normal as those just below it.
 """
 _HIGH = 0.5
-"""Minimum height of a spike above the median, as a share of it: rare losses in a quiet run may be harmless."""
+"""Minimum height of a spike above the median, as a share of the median. Smaller spikes may be harmless."""
 
 _LEVEL = 10.0
-"""A new level of the losses is at most this many times the old level."""
+"""Maximum ratio of a new loss level to the old level."""
 
 
 class BadStep(ArithmeticError):
-    """A step with an unusable loss or gradient; `position` is its batch's position in the data."""
+    """A step has an unusable loss or gradient. `position` is its batch's position in the data."""
 
     def __init__(self, step: int, position: int, reason: str) -> None:
         super().__init__(f"step {step}: {reason}; its batch is at position {position} of the data")
@@ -33,7 +33,7 @@ class BadStep(ArithmeticError):
 
 
 class LossSpike(BadStep):
-    """A finite loss far above the preceding losses."""
+    """A finite loss is far above the preceding losses."""
 
 
 class SpikeDetector:
@@ -45,14 +45,14 @@ class SpikeDetector:
         window: deque[float],
         on_new_level: Callable[[int, str], None] = lambda step, why: None,
     ) -> None:
-        """Detect on `window`, the newest accepted losses; `on_new_level` gets the first step of a new level and why."""
+        """Start with `window`, the newest accepted losses. `on_new_level` receives a new level's first step and reason."""
         self._config, self._window, self._on_new_level = config, window, on_new_level
         while len(window) > config.window:
             window.popleft()
         self._sorted = sorted(window)
 
     def judge(self, result: StepResult, position: int, replaced: int) -> None:
-        """Raise BadStep for an unusable step; `replaced` is the number of batches skipped before it."""
+        """Raise BadStep for an unusable step. `replaced` is the number of batches skipped before it."""
         reason = self.check(result.loss, result.grad_norm)
         if reason is None:
             return
@@ -92,7 +92,7 @@ class SpikeDetector:
             return None
         median = _median(self._sorted)
         above = loss - median
-        # Cheap, and true for nearly every step: the deviation is not needed.
+        # This check is cheap and true for nearly every step, so the deviation is rarely computed.
         if above <= _HIGH * abs(median):
             return None
         if self._sorted[0] > 0:
@@ -116,7 +116,7 @@ class SpikeDetector:
         return max(median - self._sorted[0], self._sorted[-1] - median)
 
     def _is_usual_factor(self, loss: float, median: float, limit: float) -> bool:
-        """Return whether the logarithm of `loss` is within `limit` deviations; requires a positive window."""
+        """Return whether the logarithm of `loss` is within `limit` deviations. Requires a positive window."""
         usual = math.log(median)
         spread = _NORMAL * _median(sorted(abs(math.log(each) - usual) for each in self._window))
         return math.log(loss) - usual <= limit * max(spread, _FLOOR)

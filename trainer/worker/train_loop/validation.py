@@ -1,4 +1,4 @@
-"""Validation: schedule, held-out batches, and the state that it leaves untouched."""
+"""Validation: schedule, held-out batches, and preservation of the training state."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ Validate = Callable[[nn.Module], Mapping[str, Metric]]
 
 
 def held_out_validation(objects: TrainObjects, batches: int) -> Validate | None:
-    """Return a validation on `batches` held-out batches, None for 0. Raises WorkloadError for data without any."""
+    """Return a validation on held-out batches, or None for 0. Raises WorkloadError for data without such batches."""
     if not batches:
         return None
     data: Any = unwrap_data(objects.data)
@@ -36,7 +36,7 @@ def held_out_validation(objects: TrainObjects, batches: int) -> Validate | None:
 
 
 def _mean_loss(objects: TrainObjects, model: nn.Module, data: TokenData) -> Mean:
-    """Return the mean loss of this rank's share; in a pipeline only ranks of the last stage have one."""
+    """Return the mean loss of this rank's share. In a pipeline, only ranks with the last stage have a loss."""
     pipeline, loss = find_pipeline(model), objects.workload.loss
     if pipeline is not None:
         found, has_loss = [pipeline.evaluate(batch) for batch in data.held_out()], pipeline.has_last
@@ -46,7 +46,7 @@ def _mean_loss(objects: TrainObjects, model: nn.Module, data: TokenData) -> Mean
 
 
 LOSS = "loss"
-"""Name of a number in every checkpoint, whatever the workload returns."""
+"""Name of a metric that every checkpoint has, regardless of the workload."""
 
 
 def refuse_unknown_metric(wanted: str, returned: Collection[str]) -> None:
@@ -58,21 +58,21 @@ def refuse_unknown_metric(wanted: str, returned: Collection[str]) -> None:
 
 
 def steps_on_plateau(scheduler: object) -> TypeGuard[torch.optim.lr_scheduler.ReduceLROnPlateau]:
-    """Return whether the scheduler steps after a validation, with its result, instead of after every optimizer step."""
+    """Return whether the scheduler steps on validation results instead of after every optimizer step."""
     return isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
 
 
 class Validation:
-    """Validation by the workload's `validate`, or else on held-out data; the same on every rank."""
+    """Validation by the workload's `validate`, or else on held-out data. The result is the same on every rank."""
 
     def __init__(self, objects: TrainObjects, config: ValidationConfig, *, last: int) -> None:
-        """Validate every `config.every` steps (0: never) and after step `last`; raises WorkloadError."""
+        """Validate every `config.every` steps (0: never) and after step `last`. Raises WorkloadError."""
         self._objects, self._every, self._last = objects, config.every, last
         self._validate: Validate | None = hook(objects.workload, "validate")
         if self._validate is None:
             self._validate = held_out_validation(objects, config.batches)
         self.names: tuple[str, ...] = ()
-        """Names of the newest validation, including those without a value."""
+        """Metric names from the newest validation, including names without a value."""
 
     @property
     def exists(self) -> bool:
@@ -86,7 +86,7 @@ class Validation:
         return step == self._last or bool(self._every and step % self._every == 0)
 
     def run(self) -> dict[str, float]:
-        """Validate now; collective. Raises WorkloadError for a result that is not a number."""
+        """Validate now. Collective. Raises WorkloadError for a result that is not a number."""
         assert self._validate is not None
         with _evaluation(self._objects):
             found = self._validate(self._objects.model)
@@ -98,14 +98,14 @@ class Validation:
 
     def _step_on_plateau(self, numbers: dict[str, float]) -> None:
         scheduler = self._objects.scheduler
-        # Without a value of the first number, another one would take its place.
+        # If the first metric has no value, do not use another metric instead.
         if steps_on_plateau(scheduler) and self.names and self.names[0] in numbers:
             scheduler.step(numbers[self.names[0]])
 
 
 @contextmanager
 def _evaluation(objects: TrainObjects) -> Iterator[None]:
-    """Disable gradients, use evaluation mode and restore generators, so that validation changes no training step."""
+    """Disable gradients, set evaluation mode and restore generators, so that validation does not affect training."""
     model, optimizer, device = objects.model, objects.optimizer, objects.layout.device
     modes = [(module, module.training) for module in model.modules()]
     generators = pack_rng(device)

@@ -15,7 +15,7 @@ _FLOOR = 0.01
 _AS_A_FACTOR = 0.5
 """Share of the limit that applies to deviations of the logarithm.
 
-Losses near zero vary by factors: losses far above the median are as normal as those just below it.
+Losses near zero vary by factors, so losses far above the median are as normal as losses just below it.
 """
 _HIGH = 0.5
 """Minimum height of a spike above the median, as a share of the median. Smaller spikes may be harmless."""
@@ -45,7 +45,7 @@ class SpikeDetector:
         window: deque[float],
         on_new_level: Callable[[int, str], None] = lambda step, why: None,
     ) -> None:
-        """Start with `window`, the newest accepted losses. `on_new_level` receives a new level's first step and reason."""
+        """Start with `window`, the newest accepted losses. `on_new_level` receives the first step of a level and why."""
         self._config, self._window, self._on_new_level = config, window, on_new_level
         while len(window) > config.window:
             window.popleft()

@@ -1,1 +1,1 @@
-"""Line files and logs, and the processes that append to them."""
+"""Line files and logs with rotation."""

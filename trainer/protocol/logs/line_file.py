@@ -20,10 +20,10 @@ class Lines(Protocol):
 
 
 class LineFile:
-    """Appends whole lines, each in one O_APPEND write, so that processes of one host may share the file.
+    """Writer of whole lines, each in one O_APPEND write, so that processes on one host may share the file.
 
     Secret values never reach the file. A line truncated by a full disk or a kill does not corrupt the next line,
-    whichever process writes it.
+    even if another process writes it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -31,7 +31,7 @@ class LineFile:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def append(self, line: str) -> None:
-        """Write `line` and a newline; raises OSError if it was not written in full."""
+        """Write `line` and a newline. Raises OSError if it was not written in full."""
         shown = in_use().record(line).encode(errors="backslashreplace")
         data = (b"\n" if self._is_torn() else b"") + shown + b"\n"
         written = os.write(self._descriptor, data)
@@ -52,11 +52,11 @@ class LineFile:
 
 
 MAX_READ_BYTES = 64 << 20
-"""Maximum bytes read per call; the rest is left for the next one."""
+"""Maximum bytes read per call. The rest is left for the next call."""
 
 
 def read_new_lines(path: Path, offset: int) -> tuple[list[bytes], int]:
-    """Return whole lines from byte `offset` on, and the next offset; a torn last line is left for the next call.
+    """Return whole lines from byte `offset` on, and the next offset. A torn last line is left for the next call.
 
     Raises OSError, also for a file that is not regular.
     """
@@ -73,7 +73,7 @@ def read_new_lines(path: Path, offset: int) -> tuple[list[bytes], int]:
 
 
 def work_lines(attempt: AttemptDir) -> list[dict[str, Any]]:
-    """Return every whole line of every rank, each rank's in step order; torn lines are skipped."""
+    """Return all whole lines of all ranks, in step order for each rank. Torn lines are skipped."""
     found = []
     for path in attempt.work_logs():
         for line in read_new_lines(path, 0)[0]:

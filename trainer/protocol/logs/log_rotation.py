@@ -1,7 +1,7 @@
 """Log rotation: a full log file is rotated, and only a log's newest files are kept.
 
-`rank-00003.log` is the current file. When it is full it becomes `rank-00003.log.1`, the next one `rank-00003.log.2`,
-and so on: a rotated file is never renamed again, and the oldest ones are deleted.
+`rank-00003.log` is the current file. When it is full, it becomes `rank-00003.log.1`, the next file
+`rank-00003.log.2`, and so on. A rotated file is never renamed again, and the oldest files are deleted.
 """
 
 import math
@@ -23,11 +23,11 @@ class LogsConfig:
     """Log retention for each rank, agent and controller, at most `max_mib` x `keep`, and rank 0's progress lines."""
 
     max_mib: float = 16.0
-    """Largest log file in MiB; orch rotates a full one."""
+    """Maximum size of a log file in MiB, at which orch rotates it."""
     keep: int = 4
-    """Files kept of each log, including the current one."""
+    """Number of files kept for each log, including the current file."""
     every: int | str = "10s"
-    """Progress in rank 0's log: a line every `10s`, `1m`, or this many steps; 0: none."""
+    """Interval between progress lines in rank 0's log: `10s`, `1m`, or a number of steps; 0: no lines."""
 
     def __post_init__(self) -> None:
         seconds = parse_span(self.every) if isinstance(self.every, str) else float(self.every)
@@ -60,7 +60,7 @@ def log_files(path: Path) -> list[Path]:
 
 
 def read_tail(path: Path, nbytes: int) -> bytes:
-    """Return the last bytes of a log, across its files; raises FileNotFoundError for a missing log."""
+    """Return the last bytes of a log, across its files. Raises FileNotFoundError for a missing log."""
     parts: list[bytes] = []
     seen: set[int] = set()
     for file in _opened_newest_first(path):
@@ -89,7 +89,7 @@ def _opened_newest_first(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_files(path: Path) -> Iterator[bytes]:
-    """Yield the content of each file of a log, oldest first; concurrent rotation neither skips nor repeats a file."""
+    """Yield the content of each log file, oldest first. Concurrent rotation neither skips nor repeats a file."""
     last = 0
     while True:
         rotated = {number: file for number, file in rotated_files(path).items() if number > last}
@@ -104,10 +104,10 @@ def read_files(path: Path) -> Iterator[bytes]:
 
 
 class LogFile:
-    """Appends to a log and rotates it; its directory must exist."""
+    """Writer that appends to a log and rotates it. The log's folder must exist."""
 
     def __init__(self, path: Path, limits: LogsConfig) -> None:
-        """Open the log; raises OSError."""
+        """Open the log. Raises OSError."""
         self.path, self.limits = path, limits
         self._open()
 
@@ -152,10 +152,10 @@ class LogFile:
 
 
 class LogReader:
-    """Reads appended data from a log, across rotations."""
+    """Reader of data appended to a log, across rotations."""
 
     def __init__(self, path: Path, lines: int | None) -> None:
-        """Start `lines` lines before the end, or at the oldest line kept if None; raises OSError."""
+        """Start `lines` lines before the end, or at the oldest line kept if None. Raises OSError."""
         self._path = path
         self._file = FileIO(path)
         rotated, mine = rotated_files(path), os.fstat(self._file.fileno()).st_ino
@@ -173,7 +173,7 @@ class LogReader:
         """Return the data appended since the last read that still exists."""
         found, self._found = self._found + (self._file.read() or b""), b""
         while not self._is_current():
-            # WARNING: appending ends only with the rotation, so data may have arrived since the last read.
+            # WARNING: data may be appended until the rotation, so more may have arrived since the last read.
             found += self._file.read() or b""
             if not self._advance():
                 break
@@ -190,7 +190,7 @@ class LogReader:
             return True
 
     def _advance(self) -> bool:
-        """Advance to the next file; returns False if it was deleted in the meantime."""
+        """Advance to the next file. Return False if it was deleted in the meantime."""
         while True:
             newer = self._newer()
             number = min(newer, default=max(rotated_files(self._path), default=self._number) + 1)

@@ -1,1 +1,1 @@
-"""Messages between processes: a frozen dataclass per message, and their codec."""
+"""Messages between processes, one frozen dataclass each, and their codec."""

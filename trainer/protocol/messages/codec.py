@@ -1,7 +1,7 @@
-"""Messages as lines of JSON. Decoding checks every value against the type declared in its dataclass. Pure.
+"""Messages as lines of JSON. Decoding checks every value against the type declared in its dataclass.
 
-A line is an object. Its key `say` names the message, the other keys are its fields; fields with their default value are
-left out. Unknown keys are ignored, because newer processes may add some.
+A line is an object. Its key `say` names the message, and the other keys are its fields. Fields with their default value
+are omitted. Unknown keys are ignored, because newer processes may add keys.
 """
 
 import json
@@ -18,18 +18,18 @@ from checkpointing.storage.durable import dump_line
 
 KEY = "say"
 LONGEST_ROWS = 4096
-"""Maximum rows or names in a field: a few per rank of a node. `Annotated` with a number sets another limit."""
+"""Maximum rows or names in a field, which has a few per rank of a node. `Annotated` sets another limit."""
 _DIGITS, _LONG, _EXPONENT = bytes.maketrans(b"123456789E", b"000000000e"), b"0" * 19, b"e000"
 _SHOWN = 60
 """Maximum characters of a value shown in an error."""
 
 M_co = TypeVar("M_co", covariant=True)
 Read = Callable[[Any], Any]
-"""Decoder of a field's value from JSON; raises _Unfit."""
+"""Decoder of a field's value from JSON. Raises _Unfit."""
 
 
 class MessageError(ValueError):
-    """The received data is not a message in this direction; the text names the field."""
+    """The received data is not a message in this direction. The text names the field."""
 
 
 class _Unfit(Exception):  # noqa: N818  # never leaves this file
@@ -37,18 +37,18 @@ class _Unfit(Exception):  # noqa: N818  # never leaves this file
 
 
 class Direction(Generic[M_co]):
-    """The messages that one end of a link may send to the other."""
+    """Set of messages that one end of a link may send to the other end."""
 
     def __init__(self, *classes: type[M_co]) -> None:
         self.classes = classes
         self._by_name = {_shape(one).name: one for one in classes}
 
     def read(self, line: bytes | bytearray) -> M_co:
-        """Parse the message in a line; raises MessageError."""
+        """Parse the message in a line. Raises MessageError."""
         return self.decode(parse(line))
 
     def decode(self, fields: Mapping[str, Any]) -> M_co:
-        """Build the message with these fields; raises MessageError."""
+        """Build the message with these fields. Raises MessageError."""
         name = fields.get(KEY)
         if not isinstance(name, str):
             raise MessageError(f"no message: {_short(fields)}")
@@ -72,7 +72,7 @@ def encode(message: object) -> str:
 
 
 def parse(line: bytes | bytearray) -> dict[str, Any]:
-    """Parse the object in a line; its numbers must fit into 64 bits and be finite. Raises MessageError."""
+    """Parse the object in a line. Its numbers must fit into 64 bits and be finite. Raises MessageError."""
     try:
         # Checking every number doubles the cost, so it is done only for lines with a possibly large number.
         fields = (_CAREFUL if _is_doubtful(line) else _QUICK).decode(line.decode())
@@ -84,7 +84,7 @@ def parse(line: bytes | bytearray) -> dict[str, Any]:
 
 
 def _is_doubtful(line: bytes | bytearray) -> bool:
-    """Return whether a number may be out of range: 19 digits in a row or a three-digit exponent."""
+    """Return whether a number may be out of range, because it has 19 digits in a row or a three-digit exponent."""
     shapes = line.translate(_DIGITS, b"+")
     return _LONG in shapes or _EXPONENT in shapes
 
@@ -114,7 +114,7 @@ _CAREFUL = json.JSONDecoder(parse_constant=_refuse, parse_int=_integer, parse_fl
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Entry:
-    """A field of a message."""
+    """Field of a message."""
 
     name: str
     read: Read
@@ -187,7 +187,7 @@ def _short(value: Any) -> str:
 # -- values of one type ------------------------------------------------------------------------------------------------
 
 _SCALARS = {int: (int,), float: (float, int), str: (str,), bool: (bool,), NoneType: (NoneType,)}
-"""Accepted types by annotation: bool is not a number, and a float may be an int."""
+"""Accepted types by annotation. A bool is not a number, and an int is accepted as a float."""
 
 
 def _reader(annotation: Any) -> Read:
@@ -222,7 +222,7 @@ def _is_nested(annotation: Any) -> bool:
 
 
 def _scalar_types(annotation: Any) -> frozenset[type]:
-    """Return the accepted JSON types if all are scalars, else an empty set."""
+    """Return the accepted JSON types if all are scalars, otherwise an empty set."""
     union = get_origin(annotation) in (Union, UnionType)
     found = [_SCALARS.get(one, ()) for one in (get_args(annotation) if union else (annotation,))]
     return frozenset(one for types in found for one in types) if all(found) else frozenset()
@@ -242,7 +242,7 @@ def _optional(inner: Read) -> Read:
 
 
 def _row(annotations: tuple[Any, ...]) -> Read:
-    # A single lookup per row: a large job reports thousands per second.
+    # Use a single lookup per row, because a large job reports thousands of rows per second.
     allowed = frozenset(product(*map(_scalar_types, annotations)))
 
     def read(value: Any) -> Any:

@@ -17,9 +17,9 @@ from trainer.protocol.messages.codec import Direction, encode
 from trainer.protocol.plain_data import build
 
 _MAX_INLINE = 1 << 16
-"""Maximum message size in a packet; the kernel limits packets, so longer messages travel in a memfd."""
+"""Maximum size of a message in a packet. Longer messages are sent in a memfd, because the kernel limits packets."""
 _IN_MEMORY_FILE = b"m"
-"""Packet whose message is in the memfd passed as its last descriptor; a JSON object begins with a brace instead."""
+"""Packet whose message is in the memfd that is its last descriptor. JSON packets start with a brace instead."""
 _MAX_DESCRIPTORS = 8
 
 M = TypeVar("M")
@@ -31,7 +31,7 @@ def packet_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def send_packet(link: socket.socket, message: object, descriptors: Sequence[int] = ()) -> None:
-    """Send one message of any length; raises OSError if the other side is gone or does not read."""
+    """Send one message of any length. Raises OSError if the other side is gone or does not read."""
     # A lone surrogate, for example from a file name in an exception, must not suppress the rest.
     data = encode(message).encode(errors="replace")
     with ExitStack() as stack:
@@ -44,7 +44,8 @@ def send_packet(link: socket.socket, message: object, descriptors: Sequence[int]
 
 
 def receive_packet(link: socket.socket, direction: Direction[M]) -> tuple[M | None, list[int]]:
-    """Return the next message and its descriptors (not inheritable); None if the other side is gone.
+    """Return the next message, or None if the other side is gone, and its non-inheritable descriptors.
+
     Raises MessageError.
     """
     data, descriptors, _, _ = socket.recv_fds(link, _MAX_INLINE, _MAX_DESCRIPTORS + 1, socket.MSG_CMSG_CLOEXEC)
@@ -63,7 +64,7 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RendezvousStore:
-    """Rendezvous store of a generation, sent by rank 0 and passed on by agents to every other rank."""
+    """Rendezvous store of a generation, which rank 0 sends and agents forward to every other rank."""
 
     host: str
     port: int
@@ -72,7 +73,7 @@ class RendezvousStore:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speeds:
-    """Measurements of a rank before its first step; higher is better."""
+    """Measurements of a rank before its first step."""
 
     matmul: float  # floating-point operations per second
     memory: float  # bytes per second
@@ -81,7 +82,7 @@ class Speeds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saves:
-    """Why saves fail, and their bytes; an empty reason: saves work."""
+    """Reason why saves fail, and their size in bytes. The reason is empty if saves work."""
 
     reason: str
     size: int
@@ -93,17 +94,17 @@ TO_RANK = Direction[RendezvousStore](RendezvousStore)
 
 
 STACKS = signal.SIGRTMIN + 6
-"""Signal on which a rank writes the stacks of all its threads; NCCL and users take SIGUSR1."""
+"""Signal that makes a rank write the stacks of all its threads. NCCL and users use SIGUSR1."""
 
 _MAX_RANK_PACKET = 1 << 18
-"""Size of the receive buffer in bytes: more than the kernel accepts in a packet."""
+"""Size of the receive buffer in bytes, which exceeds the largest packet the kernel accepts."""
 
 SPEC_VARIABLE = "ORCH_RANK_SPEC"
 """Environment variable with the RankSpec of a cold-started rank (exec instead of fork)."""
 
 
 def generation_mark(generation: int) -> str:
-    """Return the line that opens a generation's part of a rank's log, which spans generations."""
+    """Return the line at the start of a generation's part of a rank's log, which spans generations."""
     return f"--- generation {generation} ---"
 
 
@@ -131,7 +132,7 @@ class RankSpec:
     skip: tuple[int, ...] = ()  # data positions to skip
     fit: bool = True  # whether ranks measure their nodes before they train
     env: dict[str, str] = field(default_factory=dict)
-    known_as: str = ""  # the run folder's own path, if `run_dir` is a different path to it
+    known_as: str = ""  # the run folder's own path, if `run_dir` differs from it
 
     def torchrun_variables(self) -> dict[str, str]:
         """Return torchrun's variables, except the store's address and the variables that the launcher sets."""
@@ -160,12 +161,12 @@ class RankSpec:
 
 
 def send_message(control: socket.socket, message: object, flags: int = 0) -> None:
-    """Send a message to the other end of a control socket; text that is not valid Unicode arrives unchanged."""
+    """Send a message to the other end of a control socket. Text that is not valid Unicode is escaped."""
     control.send(encode(message).encode(errors="backslashreplace"), flags)
 
 
 def report_saves(control: socket.socket, trouble: str, size: int) -> None:
-    """Report why saves of `size` bytes fail, or, with an empty text, that they work.
+    """Report why saves of `size` bytes fail, or that they work if `trouble` is empty.
 
     A busy agent may miss the message.
     """
@@ -174,7 +175,7 @@ def report_saves(control: socket.socket, trouble: str, size: int) -> None:
 
 
 def receive_message(control: socket.socket, direction: Direction[M]) -> M | None:
-    """Receive the next message; None after the other side has closed. Raises MessageError."""
+    """Receive the next message, or None after the other side has closed. Raises MessageError."""
     packet = control.recv(_MAX_RANK_PACKET)
     return direction.read(packet) if packet else None
 
@@ -184,12 +185,12 @@ MOST = 1_000_000
 
 
 def groups_file(socket: str) -> str:
-    """Return the path of the JSON {name: {"name", "desc", "runs"}} of the rank that listens on `socket`."""
+    """Return the path of the JSON {name: {"name", "desc", "runs"}} for the rank that listens on `socket`."""
     return f"{socket}.groups"
 
 
 def encode_runs(ranks: Iterable[int]) -> list[list[int]]:
-    """Encode ranks in ascending order as runs [first, last, step]: ten thousand ranks take a few bytes."""
+    """Encode ranks in ascending order as runs [first, last, step], so that ten thousand ranks take a few bytes."""
     found: list[list[int]] = []
     for rank in sorted(ranks):
         if found and (found[-1][0] == found[-1][1] or rank - found[-1][1] == found[-1][2]):
@@ -203,7 +204,7 @@ def encode_runs(ranks: Iterable[int]) -> list[list[int]]:
 def decode_runs(encoded: Iterable[Iterable[int]]) -> tuple[int, ...]:
     """Decode ranks from runs. Equal results share one object, because ten thousand ranks list the same groups.
 
-    Raises ValueError for malformed runs, or more than `MOST` ranks.
+    Raises ValueError for malformed runs or more than `MOST` ranks.
     """
     return _decode_runs(tuple(tuple(run) for run in encoded))
 
@@ -217,12 +218,12 @@ def _decode_runs(encoded: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
 
 
 _MOST_WORDS = 1 << 22
-"""Maximum arguments or variables of a program: the 6 MiB that Linux allows cannot hold more."""
+"""Maximum arguments or variables of a program. The 6 MiB that Linux allows cannot contain more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartRank:
-    """Start a rank; the descriptors of its log and of its `spec` are sent along."""
+    """Start a rank. The packet contains the descriptors of its log and of its `spec`."""
 
     rank: int
     generation: int
@@ -259,7 +260,7 @@ class CodeAtStart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForkServerReady:
-    """The fork server can start ranks; `warm`: it has imported the workload, else `reason` gives the cause."""
+    """The fork server can start ranks. If `warm`, it has imported the workload; otherwise `reason` says why not."""
 
     warm: bool
     reason: str
@@ -269,7 +270,7 @@ class ForkServerReady:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImportFailed:
-    """The workload cannot be imported: the fork server ends."""
+    """The workload cannot be imported, and the fork server exits."""
 
     exception: str
     message: str
@@ -278,7 +279,7 @@ class ImportFailed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSpawned:
-    """A rank was started; its pidfd is sent along."""
+    """A rank was started. The packet contains its pidfd."""
 
     rank: int
     pid: int

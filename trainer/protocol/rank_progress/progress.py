@@ -1,7 +1,7 @@
 """The progress cell that a rank writes and its agent reads, and the signals that ranks ignore.
 
-Only agents act on these signals. A signal that a rank ignores or blocks would stay so in every program that
-it starts, so ranks install handlers that do nothing: `exec` resets those, and hooks reset them in forks.
+Only agents act on these signals. Programs that a rank starts would inherit an ignored or blocked signal, so ranks
+install handlers that do nothing. `exec` resets such handlers, and hooks reset them in forks.
 """
 
 import math
@@ -26,19 +26,19 @@ _SCALE = 1.0 / math.log(_GROWTH)
 
 
 def bucket(seconds: float) -> int:
-    """Return a duration's bucket: the first ends at 1 ms, and each later bucket is 1.41 times longer, up to 740 s."""
+    """Return a duration's bucket. The first bucket ends at 1 ms, and each further one 1.41 times later, up to 740 s."""
     if seconds <= _SHORTEST:
         return 0
     return min(BUCKETS - 1, math.ceil(math.log(seconds / _SHORTEST) * _SCALE - 1e-9))
 
 
 def longest(index: int) -> float:
-    """Return the seconds at which a bucket ends; the last bucket has no end and gets this value."""
+    """Return the end of a bucket in seconds. The last bucket has no end, but gets a value too."""
     return _SHORTEST * _GROWTH**index
 
 
 def quantile(counts: Sequence[int], share: float) -> float:
-    """Return the quantile in seconds, at most 1.41 times too large; 0 without durations."""
+    """Return the quantile in seconds, at most 1.41 times too large, or 0 without durations."""
     total = sum(counts)
     if not total:
         return 0.0
@@ -56,7 +56,7 @@ def sum_counts(rows: Iterable[Sequence[int]]) -> tuple[int, ...]:
 
 
 class Activity(StrEnum):
-    """Activities of a rank, one at a time; a progress cell stores the index in this order, from 1 on."""
+    """Activities of a rank, one at a time. A progress cell stores the index in this order, starting at 1."""
 
     WAIT_FOR_ACTIVATION = "waits for the activation of"
     WAIT_FOR_GRADIENT = "waits for the gradient of"
@@ -75,17 +75,17 @@ class Activity(StrEnum):
 _ACTIVITIES = tuple(Activity)
 CODES = {activity: code for code, activity in enumerate(_ACTIVITIES, 1)}
 _PASSES = (Activity.FORWARD, Activity.BACKWARD)
-"""Activities with phases of the same names."""
+"""Activities that have phases with the same names."""
 RECEIVES = (Activity.WAIT_FOR_ACTIVATION, Activity.WAIT_FOR_GRADIENT)
 AWAITED_SENDS = (Activity.WAIT_FOR_SENT_ACTIVATION, Activity.WAIT_FOR_SENT_GRADIENT)
 OF_ACTIVATIONS = (Activity.WAIT_FOR_ACTIVATION, Activity.SEND_ACTIVATION, Activity.WAIT_FOR_SENT_ACTIVATION)
-"""Activities that concern activations, which go to the next stage; gradients go to the previous stage."""
+"""Activities with activations, which go to the next stage. Gradients go to the previous stage."""
 
 
 class StageActivity(NamedTuple):
-    """A stage's activity with a micro-batch; -1 for the reduction, which covers all of them.
+    """A stage's activity with a micro-batch, or with -1 for the reduction, which covers all micro-batches.
 
-    For a wait in a ring, `stage` is the global rank that this rank waits for.
+    For a wait in a ring, `stage` is the global rank for which this rank waits.
     """
 
     activity: Activity
@@ -111,7 +111,7 @@ class StageActivity(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SentMessages:
-    """Sending progress of a pipeline rank: counts of micro-batches for each of its stages."""
+    """Sending progress of a pipeline rank, as micro-batch counts for each of its stages."""
 
     after_step: int  # last step finished before these passes
     activations: tuple[int, ...]
@@ -123,7 +123,7 @@ class SentMessages:
 
     @classmethod
     def from_row(cls, row: Sequence[int]) -> "SentMessages | None":
-        """Parse a row; None if it is invalid."""
+        """Parse a row, or return None if it is invalid."""
         if len(row) < 3 or not len(row) % 2:
             return None
         half = len(row) // 2
@@ -131,19 +131,19 @@ class SentMessages:
 
 
 def decode_activity(code: int, stage: int, micro_batch: int) -> StageActivity | None:
-    """Return the moment for these numbers; None for 0 (no activity) and for unknown codes."""
+    """Return the activity for these numbers, or None for 0 (no activity) and for unknown codes."""
     return StageActivity(_ACTIVITIES[code - 1], stage, micro_batch) if 0 < code <= len(_ACTIVITIES) else None
 
 
 STEP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
-"""Warnings before a time limit (orch requests USR2, other tools USR1), the end of a step, and `scancel -s INT`."""
+"""Signals before a time limit (orch requests USR2, other tools USR1), at a step's end, and from `scancel -s INT`."""
 
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 @contextmanager
 def block_step_signals() -> Iterator[None]:
-    """Block the signals while a child is started, which inherits the mask."""
+    """Block the signals while a child is started. The child inherits the mask."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STEP_SIGNALS)
     try:
         yield
@@ -157,7 +157,7 @@ def unblock_step_signals() -> None:
 
 
 def outlive_step_signals() -> None:
-    """Ignore these signals from now on, only in this process; its children get the default handlers."""
+    """Ignore these signals from now on, only in this process. Its children get the default handlers."""
     _reset_in_children()
     for number in STEP_SIGNALS:
         signal.signal(number, _do_nothing)
@@ -171,7 +171,7 @@ def _do_nothing(number: int, frame: FrameType | None) -> None:
 
 @cache
 def _reset_in_children() -> None:
-    """Make every fork start with the default handlers; signals are blocked during the fork."""
+    """Make every fork start with the default handlers. Signals are blocked during the fork."""
     own = threading.local()
 
     def hold() -> None:
@@ -204,7 +204,7 @@ _COUNT = struct.Struct("<I")
 _SENT = struct.Struct("<qI")  # 1 + the previous step, stages of this rank; then two counts per stage
 _SENT_COUNT = struct.Struct("<H")
 _MOST_STAGES = 16
-"""Maximum stages of a rank whose messages are counted."""
+"""Maximum number of stages per rank whose messages are counted."""
 _DRILL_FIELDS = 8  # after the serial number
 
 
@@ -224,14 +224,14 @@ class Phase(IntEnum):
 
 
 SECTIONS = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
-"""The phases of a step whose own work is measured, in the order of `Work.sections`."""
+"""Phases in which a rank's own work is measured, in the order of `Work.sections`."""
 _SECTION = {phase: index for index, phase in enumerate(SECTIONS)}
 _WORK = struct.Struct(f"<q{len(SECTIONS)}q")
 _ROW = struct.Struct(f"<{BUCKETS}I")
 
 
 class StopReason(IntEnum):
-    """Why the agent asks its rank to stop; if ranks have different reasons, the highest applies."""
+    """Reason why the agent asks its rank to stop. If ranks have different reasons, the highest applies."""
 
     NONE = 0
     SAVE_AND_GO_ON = 1
@@ -242,21 +242,21 @@ class StopReason(IntEnum):
 
 @dataclass(kw_only=True, slots=True)
 class Progress:
-    """A consistent reading of a cell; times are nanoseconds of CLOCK_MONOTONIC on the node."""
+    """Consistent reading of a cell. Times are nanoseconds of the node's CLOCK_MONOTONIC."""
 
     step: int = 0
     phase: Phase = Phase.INIT
     generation: int = 0
-    collective: int = 0  # collectives and ring messages begun by this rank in all its groups, as of `moved_at`
+    collective: int = 0  # collectives and ring messages started by this rank in all its groups, as of `moved_at`
     io_bytes: int = 0  # training data read by this rank
     step_at: int = 0
     phase_at: int = 0
-    moved_at: int = 0  # newest write of any kind: the rank's own sign of life
+    moved_at: int = 0  # newest write of any kind, as a sign of life
     loss: float = 0.0
     grad_norm: float = 0.0
     saved_step: int = 0
     total_steps: int = 0
-    restored_step: int = 0  # restored step of this generation: 0 from scratch
+    restored_step: int = 0  # step restored in this generation; 0: from scratch
     save_seconds: float = 0.0  # 99th percentile of save durations, known to rank 0
     step_seconds: float = 0.0  # of the newest step
     activity: int = 0  # in a pipeline: read by `decode_activity`; 0: no activity
@@ -265,13 +265,13 @@ class Progress:
 
     @property
     def moment(self) -> StageActivity | None:
-        """Return the activity and micro-batch of this pipeline rank; None outside the passes of a step."""
+        """Return the activity and micro-batch of this pipeline rank, or None outside the passes of a step."""
         return decode_activity(self.activity, self.stage, self.micro_batch)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A rank's own work in its generation: nanoseconds in each of `SECTIONS` up to the run's step `steps`."""
+    """A rank's own work in its generation, in nanoseconds for each of `SECTIONS`, up to the run's step `steps`."""
 
     steps: int = 0
     sections: tuple[int, ...] = (0,) * len(SECTIONS)
@@ -281,16 +281,16 @@ _NAMES = tuple(item.name for item in fields(Progress))
 
 
 class ProgressCell:
-    """A seqlock over shared memory: one writer (the rank), any number of readers, no locks.
+    """Seqlock over shared memory, with one writer (the rank), any number of readers, and no locks.
 
-    The agent creates the memfd, the rank inherits its descriptor, so nothing is left in /dev/shm, and the last reading
+    The agent creates the memfd and the rank inherits its descriptor. Nothing is left in /dev/shm, and the last reading
     survives a held interpreter lock, a stopped process and a kill.
     """
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self._map = mmap.mmap(descriptor, SIZE)
-        # `struct` writes zeros, then byte by byte, so numbers that are read concurrently are stored by memoryview.
+        # `struct` writes zeros first and then single bytes, so numbers that are read concurrently use a memoryview.
         self._words, self._floats = memoryview(self._map).cast("Q"), memoryview(self._map).cast("d")
         self._now = Progress()
         self._sequence = 0
@@ -305,7 +305,7 @@ class ProgressCell:
     # -- the rank's side
 
     def update(self, **changes: float) -> None:
-        """Change some fields of the reading; `step` and `phase` set their timestamps."""
+        """Change some fields of the reading. `step` and `phase` also set their timestamps."""
         now, at = self._now, time.monotonic_ns()
         for name, value in changes.items():
             setattr(now, name, value)
@@ -318,8 +318,8 @@ class ProgressCell:
     def enter(self, phase: Phase, collective: int = 0, moment: StageActivity | None = None) -> None:
         """Enter another phase and record the duration of the previous one.
 
-        `moment`: pipeline activity in that phase. Nothing is recorded before `start_timing`, because a first step
-        compiles and allocates, and is not representative.
+        `moment` is the pipeline activity in that phase. Durations before `start_timing` are not recorded, because a
+        first step compiles and allocates.
         """
         now, at = self._now, time.monotonic_ns()
         if self._warm and now.phase != phase:
@@ -344,19 +344,19 @@ class ProgressCell:
             now.activity = 0
 
     def begin_passes(self, stages: int) -> None:
-        """Reset the message counts at the start of a step's passes; `stages`: pipeline stages on this rank."""
+        """Reset the message counts at the start of a step's passes. `stages` is the number of stages on this rank."""
         size = _SENT_COUNT.size * 2 * min(stages, _MOST_STAGES)
         self._map[_SENT_AT + _SENT.size : _SENT_AT + _SENT.size + size] = bytes(size)
         _SENT.pack_into(self._map, _SENT_AT, self._now.step + 1, min(stages, _MOST_STAGES))
 
     def record_sent(self, place: int, is_gradient: bool, micro_batch: int) -> None:
-        """Record that a stage has sent a micro-batch; `place` is its index among this rank's stages."""
+        """Record that a stage has sent a micro-batch. `place` is its index among this rank's stages."""
         if place < _MOST_STAGES:
             at = _SENT_AT + _SENT.size + _SENT_COUNT.size * (2 * place + is_gradient)
             _SENT_COUNT.pack_into(self._map, at, min(micro_batch + 1, 65535))
 
     def add_input_bytes(self, size: int) -> None:
-        """Count bytes of training data read; they become visible with the next update."""
+        """Count bytes of training data read. They become visible with the next update."""
         self._now.io_bytes += size
 
     def start_timing(self) -> None:
@@ -368,7 +368,7 @@ class ProgressCell:
         _WORK.pack_into(self._map, _WORK_AT, steps, *sections)
 
     def tick(self) -> None:
-        """Record a tick, called regularly by a dedicated thread, which only runs while Python's lock is available."""
+        """Record a tick. A dedicated thread calls this regularly, as long as Python's lock is available."""
         self._words[_TICK_AT // 8] = time.monotonic_ns()
 
     def _publish(self, at: int) -> None:
@@ -390,11 +390,11 @@ class ProgressCell:
         return StopReason(reason), deadline
 
     def read_expected_stop(self) -> float:
-        """Return when a stop is expected, in seconds of CLOCK_MONOTONIC; 0: unknown."""
+        """Return the expected time of a stop, in seconds of CLOCK_MONOTONIC; 0: unknown."""
         return self._floats[_DUE_AT // 8]
 
     def read_drill_order(self) -> tuple[int, int, float]:
-        """Return the newest drill: serial number (0: none so far), index in `KINDS`, value."""
+        """Return the newest drill as serial number (0: none so far), index in `KINDS`, and value."""
         (serial,) = _COUNT.unpack_from(self._map, _DRILL_AT)
         kind, value = _DRILL.unpack_from(self._map, _DRILL_AT + _DRILL_FIELDS)
         return serial, kind, value
@@ -413,12 +413,12 @@ class ProgressCell:
         return None
 
     def work(self) -> Work:
-        """Return the rank's own work; sections of a single step may be inconsistent, sums over steps are not."""
+        """Return the rank's own work. It may be inconsistent for a single step, but not for sums over steps."""
         steps, *sections = _WORK.unpack_from(self._map, _WORK_AT)
         return Work(steps=steps, sections=tuple(sections))
 
     def sent(self) -> SentMessages | None:
-        """Return the rank's sent messages in its newest passes; None before the first passes."""
+        """Return the rank's sent messages in its newest passes, or None before its first passes."""
         step, stages = _SENT.unpack_from(self._map, _SENT_AT)
         if not step or not 0 < stages <= _MOST_STAGES:
             return None
@@ -430,14 +430,14 @@ class ProgressCell:
         return self._words[_TICK_AT // 8]
 
     def times(self) -> dict[Phase, tuple[int, ...]]:
-        """Return the durations of each phase as counts in the buckets of `bucket`."""
+        """Return the durations of each phase as counts per `bucket`."""
         rows = {phase: _ROW.unpack_from(self._map, _TIMES_AT + _ROW.size * phase) for phase in Phase}
         return {phase: row for phase, row in rows.items() if any(row)}
 
     def ask_stop(self, reason: StopReason, deadline: float = 0.0) -> None:
-        """Ask the rank to stop; `deadline` is in seconds of CLOCK_MONOTONIC, 0: no deadline.
+        """Ask the rank to stop. `deadline` is in seconds of CLOCK_MONOTONIC; 0: no deadline.
 
-        There is one slot. A stop in it is never withdrawn: a request with lower priority is dropped.
+        The cell stores one request. A stop request is never withdrawn, and a request with lower priority is dropped.
         """
         standing, _ = self.read_stop_request()
         if standing > StopReason.SAVE_AND_GO_ON and reason < standing:
@@ -445,13 +445,13 @@ class ProgressCell:
         _STOP.pack_into(self._map, _STOP_AT, int(reason), 0, deadline)
 
     def expect_stop(self, at: float) -> None:
-        """Announce a stop at this time, in seconds of CLOCK_MONOTONIC; 0: no stop is planned."""
+        """Announce a stop at this time, in seconds of CLOCK_MONOTONIC. With 0, no stop is planned."""
         self._floats[_DUE_AT // 8] = at
 
     def order_drill(self, kind: int, serial: int, value: float = 0.0) -> None:
-        """Order the rank to inject a fault into itself at its next step boundary; `serial` counts up from 1."""
+        """Order the rank to inject a fault into itself at its next step boundary. `serial` counts up from 1."""
         _DRILL.pack_into(self._map, _DRILL_AT + _DRILL_FIELDS, kind, value)
-        # Written last, so that a reader of the new number finds its data.
+        # The serial number is written last, so that a reader of a new number finds its data.
         _COUNT.pack_into(self._map, _DRILL_AT, serial)
 
     def close(self) -> None:

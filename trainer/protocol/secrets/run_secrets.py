@@ -1,7 +1,7 @@
-"""Secrets of a run: their values are only in one private file and in the environment of the run's processes.
+"""Secrets of a run. Their values are only in one private file and in the environment of the run's processes.
 
-`env_from` names variables whose values `orch submit` takes from its shell and stores in the run's private file;
-`secrets_file` is a file of the user's, read again whenever agents start.
+`env_from` names variables whose values `orch submit` takes from its environment and stores in the run's private file.
+`secrets_file` is the user's own file, which is read whenever agents start.
 """
 
 import errno
@@ -24,11 +24,11 @@ from trainer.protocol.secrets.secret_redaction import LISTED
 _SCHEMA = "orch.secrets/1"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _MOST = 1 << 20
-"""Maximum size of a file of secrets in bytes."""
+"""Maximum size of a secrets file in bytes."""
 
 
 class SecretsRefused(Exception):  # noqa: N818  # the name says what was refused
-    """Secrets are unavailable, or readable by other users; the message never contains a value."""
+    """Secrets are unavailable, or readable by other users. The message never contains a value."""
 
     def __init__(self, what: str, hint: str) -> None:
         super().__init__(f"{what}; {hint}")
@@ -46,7 +46,7 @@ class RunSecrets:
         return bool(self.values or self.webhooks)
 
     def create(self, path: Path) -> None:
-        """Create a file that only its owner can read; raises OSError, also if the path exists."""
+        """Create a file that only its owner can read. Raises OSError, also if the path exists."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(os.open(path, flags, 0o600), "wb") as stream:
             stream.write(self._encode())
@@ -54,7 +54,7 @@ class RunSecrets:
             os.fsync(stream.fileno())
 
     def replace(self, path: Path) -> None:
-        """Replace an existing file; raises OSError."""
+        """Replace an existing file. Raises OSError."""
         write_durably(path, self._encode())
 
     def _encode(self) -> bytes:
@@ -62,7 +62,7 @@ class RunSecrets:
 
     @classmethod
     def read(cls, path: Path) -> "RunSecrets":
-        """Read the file, or return empty secrets if it is missing; raises SecretsRefused, OSError."""
+        """Read the file, or return empty secrets if it is missing. Raises SecretsRefused or OSError."""
         try:
             data = read_private(path, follow=False)
         except FileNotFoundError:
@@ -75,7 +75,7 @@ class RunSecrets:
 
 
 def values_for_job(run: RunDir, config: JobConfig) -> dict[str, str]:
-    """Return all secret variables for the run's processes; raises SecretsRefused, OSError."""
+    """Return all secret variables for the run's processes. Raises SecretsRefused or OSError."""
     own = RunSecrets.read(run.secrets).values if config.env_from else {}
     if missing := [name for name in config.env_from if name not in own]:
         hint = f"{export_command(missing)}, then {_resume(run.name)}"
@@ -104,7 +104,7 @@ def enter(values: dict[str, str], environ: MutableMapping[str, str] = os.environ
 
 
 def read_list(path: Path, taken: dict[str, str] | None = None) -> dict[str, str]:
-    """Parse a file of NAME=VALUE lines; raises SecretsRefused, also for a name in `taken`."""
+    """Parse a file of NAME=VALUE lines. Raises SecretsRefused, also for a name in `taken`."""
     try:
         text = read_private(path).decode(errors="surrogateescape")
     except FileNotFoundError:
@@ -138,7 +138,7 @@ def _unquote(value: str) -> str:
 
 
 def read_private(path: Path, *, follow: bool = True) -> bytes:
-    """Read a file that only its owner can read; raises OSError, and SecretsRefused for any other file."""
+    """Read a file that only its owner can read. Raises OSError, or SecretsRefused for any other file."""
     # Without O_NONBLOCK, opening a FIFO waits for a writer.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
     try:

@@ -1,6 +1,6 @@
-"""Redaction of a run's secrets in the output of its processes: every value becomes its name, `***HF_TOKEN***`.
+"""Redaction of a run's secrets in the output of its processes. Every value becomes its name, as `***HF_TOKEN***`.
 
-A process takes the values to redact from its environment: LISTED names the variables that hold secrets.
+A process takes the values to redact from its environment. LISTED names the variables that contain secrets.
 """
 
 import base64
@@ -12,17 +12,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from urllib.parse import quote, quote_plus
 
 LISTED = "ORCH_SECRETS"
-"""Environment variable with the comma-separated names of the variables that hold secrets."""
+"""Environment variable with the comma-separated names of the variables that contain secrets."""
 LEAST = 6
-"""Bytes of the shortest redacted value: a shorter value would match parts of any number."""
+"""Minimum bytes of a redacted value. Shorter values would match parts of unrelated numbers."""
 _LEAST_ENCODED = 8
-"""Bytes of the shortest piece of base64 that identifies a value."""
+"""Minimum length of a base64 piece that identifies a value."""
 _COMMON = re.compile(r"[-+0-9.eE_]{1,16}|[a-z_]{1,24}|/[\w./-]*")
-"""Numbers, plain words and paths, which a record of orch may contain legitimately."""
+"""Numbers, plain words and paths, which orch's records may contain legitimately."""
 
 
 class Redactor:
-    """Replaces the values of some variables in every form that programs print."""
+    """Redactor for the values of variables, in every form that programs print."""
 
     def __init__(self, values: Mapping[str, str]) -> None:
         found: dict[str, str] = {}
@@ -45,13 +45,13 @@ class Redactor:
         return bool(self._data)
 
     def found(self, value: object) -> bool:
-        """Return whether `record` would change a text, or a text in plain data."""
+        """Return whether `record` would change this text or a text in this plain data."""
         if isinstance(value, (list, tuple, dict)):
             return any(self.found(item) for item in (value.values() if isinstance(value, dict) else value))
         return isinstance(value, str) and any(form in value for form, _ in self._unique)
 
     def data(self, data: bytes) -> bytes:
-        """Redact bytes of a log or of evidence."""
+        """Redact bytes from a log or from evidence."""
         for form, shown in self._data:
             if form in data:
                 data = data.replace(form, shown)
@@ -62,11 +62,11 @@ class Redactor:
         return _replace_forms(text, self._texts)
 
     def record(self, text: str) -> str:
-        """Redact a JSON record; numbers, plain words and paths stay, so that it remains valid."""
+        """Redact a JSON record, except numbers, plain words and paths, so that it remains valid."""
         return _replace_forms(text, self._unique)
 
     def beginning_at_end(self, data: bytes) -> int:
-        """Return the index where the end of `data` may begin a value, or its length."""
+        """Return the index in `data` at which an incomplete value may start, or the length of `data`."""
         longest = len(self._data[0][0]) if self._data else 1
         for at in range(max(0, len(data) - longest + 1), len(data)):
             if data[at : at + 1] in self._first and any(form.startswith(data[at:]) for form, _ in self._data):
@@ -75,11 +75,11 @@ class Redactor:
 
 
 class RedactedStream:
-    """Redacts the bytes of a log, including values split across chunks."""
+    """Redactor of a log's bytes, including values split across chunks."""
 
     def __init__(self) -> None:
         self.held = b""
-        """Held-back end of the input, which may begin a value."""
+        """Held-back end of the input, which may be the start of a value."""
 
     def redact(self, data: bytes) -> bytes:
         """Return the redacted bytes that can be written so far."""

@@ -1,1 +1,1 @@
-"""The user's code: the files that a program imports, their digests, and the effect of changes."""
+"""The user's code: files that a program imports, their digests, and the response to changes."""

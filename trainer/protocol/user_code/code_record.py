@@ -1,5 +1,4 @@
-"""The user's code as one attempt imports it, with a digest for every file, and the packages that it trains with.
-The decision about changed code before it trains is pure."""
+"""Record of the user's code and packages in one attempt, with a digest for every file, and response to changes."""
 
 import hashlib
 import os
@@ -25,7 +24,7 @@ class CodeFile:
 
     @classmethod
     def read(cls, path: Path) -> "CodeFile":
-        """Read the file now; if it is unreadable, the reason replaces the digest."""
+        """Read the file. If it is unreadable, the reason replaces the digest."""
         try:
             with path.open("rb") as stream:
                 return cls(path=str(path), sha256=hashlib.file_digest(stream, "sha256").hexdigest())
@@ -40,9 +39,9 @@ class CodeRecord:
     files: Mapping[str, CodeFile] = field(default_factory=dict)
     """Files by module name, or by a script's path as in the command."""
     absent: tuple[str, ...] = ()
-    """Modules that the code imports, or tries to, but that are missing: top-level modules and parts of its packages."""
+    """Missing modules that the code tries to import: top-level modules and parts of its packages."""
     covers: str = ""
-    """Description of the scope: which files are in the record."""
+    """Description of the scope, the files in the record."""
     packages: Mapping[str, str] | None = None
     """Versions of all installed distributions by normalized name; None: unknown."""
     imported: tuple[str, ...] = ()
@@ -52,11 +51,11 @@ class CodeRecord:
     late: tuple[str, ...] = ()
     """Names of files that were recorded because a rank had imported them by its first step."""
     folders: tuple[str, ...] = ()
-    """Folders whose Python files are all in the record, because code there imports modules by other means."""
+    """Folders recorded with all their Python files, because code in them imports modules by other means."""
 
     @property
     def digest(self) -> str:
-        """Return the SHA-256 of all file names and digests, empty without files; folders do not matter."""
+        """Return the SHA-256 of all file names and digests, without folders; empty without files."""
         if not self.files:
             return ""
         total = hashlib.sha256()
@@ -69,7 +68,7 @@ class CodeRecord:
 
     @classmethod
     def from_json(cls, value: Any) -> "CodeRecord | None":
-        """Parse a record; None for anything else, such as data from an older version."""
+        """Parse a record. Return None for anything else, such as data from an older version."""
         try:
             return build(cls, value) if value["schema"] == SCHEMA else None
         except (KeyError, TypeError, AttributeError):
@@ -77,7 +76,7 @@ class CodeRecord:
 
     @classmethod
     def from_identity(cls, identity: Mapping[str, Any]) -> "CodeRecord | None":
-        """Return the record in a run's identity, or None."""
+        """Return the record from a run's identity, or None."""
         return cls.from_json((identity.get("code") or {}).get("files"))
 
     def write(self, path: Path) -> None:
@@ -85,7 +84,7 @@ class CodeRecord:
 
     @classmethod
     def read(cls, path: Path) -> "CodeRecord | None":
-        """Read the record in this file; None if the file is missing or invalid. Raises OSError."""
+        """Read the record in this file, or return None if it is missing or invalid. Raises OSError."""
         try:
             return cls.from_json(read_json(path))
         except (FileNotFoundError, ValueError):
@@ -97,15 +96,15 @@ def _plain(files: Mapping[str, CodeFile]) -> dict[str, dict[str, str]]:
 
 
 def printable(name: str) -> str:
-    """Return a file's name as valid UTF-8; other bytes are replaced."""
+    """Return a file name with bytes that are not UTF-8 replaced."""
     return name.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def changed_files(before: CodeRecord, now: CodeRecord) -> list[str]:
-    """PURE: describe the changes in the code that both records cover.
+    """Describe the changes in the code that both records cover.
 
-    A module in only one record does not count as a change: either the module that imports it has changed, or it was
-    imported for another reason. A new file in a folder that was recorded whole is a change.
+    A module in only one record does not count as a change, because either the module that imports it has changed, or it
+    was imported for another reason. A new file in a folder that was recorded in full is a change.
     """
     changed = [f"{name} changed" for name in changed_digests(before, now) if name in before.files]
     gone = [f"{name} is gone" for name in before.files if name in now.absent]
@@ -114,7 +113,7 @@ def changed_files(before: CodeRecord, now: CodeRecord) -> list[str]:
 
 
 def _new_beside(before: CodeRecord, now: CodeRecord) -> list[str]:
-    """Return new files next to known files in folders that were recorded whole; a new folder may be output."""
+    """Return new files next to known files in folders recorded in full. Files in new folders may be output."""
     if not before.folders:
         return []
     known = {os.path.dirname(one.path) for one in before.files.values()}
@@ -129,7 +128,7 @@ def _new_beside(before: CodeRecord, now: CodeRecord) -> list[str]:
 
 
 def changed_digests(before: CodeRecord, now: CodeRecord) -> dict[str, str]:
-    """PURE: return the current digests of files that have changed or were missing before."""
+    """Return the current digests of files that have changed or were missing before."""
     return {
         name: one.sha256
         for name, one in now.files.items()
@@ -142,16 +141,16 @@ MOST_LISTED = 20
 
 
 def listed_digests(before: CodeRecord, now: CodeRecord) -> dict[str, str]:
-    """PURE: return the current digests of the first changed files, for an event."""
+    """Return the current digests of the first changed files, for an event."""
     changed = [(printable(name), digest) for name, digest in changed_digests(before, now).items()]
     return dict(changed[:MOST_LISTED])
 
 
 def changed_packages(before: CodeRecord, now: CodeRecord) -> dict[str, tuple[str, str]]:
-    """Return the versions, before and now, of changed distributions that take part in training ("none": absent).
+    """Return the versions, before and now, of changed distributions that affect training ("none": absent).
 
-    Empty if the packages of either are unknown. Metadata is read only for distributions that differ. User packages
-    whose files are in both records are compared by their files.
+    The result is empty if either record does not know its packages. Metadata is read only for distributions that
+    differ. User packages with files in both records are compared by their files.
     """
     if before.packages is None or now.packages is None:
         return {}
@@ -164,16 +163,16 @@ def changed_packages(before: CodeRecord, now: CodeRecord) -> dict[str, tuple[str
 
 
 def package_words(changed: Mapping[str, tuple[str, str]]) -> list[str]:
-    """PURE: describe changed packages."""
+    """Describe changed packages."""
     return [f"package {name} {old} -> {new}" for name, (old, new) in changed.items()]
 
 
 SHOWN = 5
-"""Maximum number of files that a reason names."""
+"""Maximum number of files named in a reason."""
 
 
 class CodeDecision(StrEnum):
-    """Action on an attempt's code. The code of every attempt is recorded regardless."""
+    """Response to an attempt's code, which is always recorded."""
 
     RECORD = "record"  # the code is as expected, or unknown
     WARN = "warn"  # training continues, with an event and a line in `show` and `status`
@@ -181,7 +180,7 @@ class CodeDecision(StrEnum):
 
 
 class Occasion(StrEnum):
-    """When the code is compared."""
+    """Time at which the code is compared."""
 
     START = "start"  # the first attempt of a submission starts
     NEXT = "next"  # orch starts the next attempt or generation unattended
@@ -197,11 +196,11 @@ def judge_code(
     accepted: bool = False,
     packages: Sequence[str] = (),
 ) -> tuple[CodeDecision, str]:
-    """Decide what to do about the code, and return the reason. `since`: description of `before` ("attempt 1").
+    """Return the response to the code, and the reason. `since` describes `before`, as in "attempt 1".
 
-    `packages`: descriptions of changed packages, which are treated like changed code. An unattended run continues and
-    its change is recorded: a stopped run wastes time until its user notices. A user who types `resume` can respond, so
-    the change is refused until it is accepted.
+    `packages` describes changed packages, which are treated like changed code. An unattended run continues with a
+    recorded change, because a stopped run would waste time until its user notices. A user who types `resume` can
+    respond, so the change is refused until it is accepted.
     """
     if before is None or now is None:
         return CodeDecision.RECORD, "nothing to compare with"

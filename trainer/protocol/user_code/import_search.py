@@ -1,4 +1,4 @@
-"""Finds the files that imports load, and which of them are the user's own."""
+"""Search for the files that imports load, and recognition of the user's own files."""
 
 import importlib
 import os
@@ -19,7 +19,7 @@ _STANDARD = tuple({Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib
 
 
 class ImportSearch:
-    """Finds modules as a job does: `first`, then this interpreter's own path, then `last`."""
+    """Module search like in a job: in `first`, then in this interpreter's own path, then in `last`."""
 
     def __init__(self, last: Iterable[Path] = (), first: Iterable[Path] = ()) -> None:
         self._first, self._last = [str(place) for place in first], [str(place) for place in last]
@@ -27,7 +27,7 @@ class ImportSearch:
         self._found: dict[str, ModuleSpec | None] = {}
 
     def find_file(self, name: str) -> Path | None:
-        """Return the file that `import name` would load; None for a namespace, a built-in or a missing module."""
+        """Return the file that `import name` would load, or None for a namespace, a built-in or a missing module."""
         spec = self._spec(name)
         origin = spec.origin if spec is not None and spec.has_location else None
         return find_containing_file(origin) if origin is not None else None
@@ -41,7 +41,7 @@ class ImportSearch:
         return self._spec(name) is not None
 
     def is_namespace(self, name: str) -> bool:
-        """Return whether the name is a namespace package: a folder without `__init__.py`."""
+        """Return whether the name is a namespace package, a folder without `__init__.py`."""
         spec = self._spec(name)
         return spec is not None and spec.origin is None and spec.loader is None
 
@@ -85,17 +85,17 @@ class ImportSearch:
 
 
 def find_containing_file(path: str) -> Path | None:
-    """Return this file, or the archive (`libs.zip/module.py`) that contains it; None if neither exists."""
+    """Return this file or the archive that contains it (as in `libs.zip/module.py`), or None if neither exists."""
     if os.path.isfile(path):
         return Path(path)
     return next((above for above in Path(path).parents if above.is_file()), None)
 
 
 class UserFiles:
-    """Separates the user's own files from the files of Python, orch and installed distributions.
+    """Recognition of the user's own files, as opposed to files of Python, orch and installed distributions.
 
     A distribution that was installed from a user's folder, archive or repository (`direct_url.json`) is also the
-    user's code: its version does not change with its content.
+    user's code, because its version does not change with its content.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class UserFiles:
         return not any(real.is_relative_to(place) for place in _STANDARD)
 
     def _is_library(self, folder: Path) -> bool:
-        """Return whether distributions are installed in this folder; `pip install --target` allows any name."""
+        """Return whether distributions are installed in this folder. `pip install --target` allows any name."""
         if folder not in self._are_libraries:
             self._are_libraries[folder] = folder.name in _LIBRARY_FOLDERS or any(folder.glob("*.dist-info"))
         return self._are_libraries[folder]
@@ -145,7 +145,7 @@ class _Installed:
 
 
 def shadowing_file(name: str, folders: Sequence[Path], search: ImportSearch) -> tuple[Path, str] | None:
-    """Return a module with this name in the folders that the job would not import, and what it would import instead."""
+    """Return a module in the folders that another module shadows in the job, and the origin of the other module."""
     standard = name in sys.stdlib_module_names
     for folder in folders:
         for own in (folder / name / "__init__.py", folder / f"{name}.py"):

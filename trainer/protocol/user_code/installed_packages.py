@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 COMPUTING = ("torch", "nvidia-", "triton", "cuda", "numpy", "transformers", "flash", "apex", "xformers", "deepspeed")
-"""Prefixes of distribution names that count even if no code imports them by name."""
+"""Name prefixes of distributions that affect training even if no code imports them by name."""
 OWN = frozenset({"orch", "orchestrator", "trainer", "checkpointing"})
 """Top-level names of orch, which is compared by its content."""
 _INFO = re.compile(r"(?P<name>[^-]+)-(?P<version>[^-]+)(?:-py[\d.]+.*)?\.(?:dist|egg)-info")
@@ -22,10 +22,10 @@ def find_site_folders(path: Iterable[str]) -> tuple[str, ...]:
 
 
 def read_versions(folders: Iterable[str]) -> dict[str, str] | None:
-    """Return all distributions in these folders by normalized name; the first folder with a distribution counts.
+    """Return the versions of distributions in these folders by normalized name, or None if a folder is missing.
 
-    `pip install --target --upgrade` keeps the old metadata; all versions in the folder are then listed.
-    Only folder names are read, because reading hundreds of files would delay a start. None: a folder is missing.
+    The first folder with a distribution counts. `pip install --target --upgrade` keeps the old metadata, so all
+    versions in the folder are listed. Only folder names are read, because reading hundreds of files takes too long.
     """
     found: dict[str, str] = {}
     for folder in folders:
@@ -39,7 +39,7 @@ def read_versions(folders: Iterable[str]) -> dict[str, str] | None:
 
 
 def imported_names(modules: Mapping[str, Any], folders: Collection[str]) -> set[str]:
-    """Return the top-level names of these modules that are in one of the folders."""
+    """Return the names of top-level modules that are in one of the folders."""
     places = tuple(f"{folder}{os.sep}" for folder in folders)
     found = set[str]()
     for name, module in list(modules.items()):
@@ -58,7 +58,7 @@ def third_party(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def provided_names(name: str, folders: Iterable[str]) -> set[str]:
-    """Return the top-level modules of a distribution; if unknown, its own name spelled as a module."""
+    """Return the top-level modules of a distribution, or its own name as a module name if they are unknown."""
     for folder in folders:
         if infos := [info for found, _, info in _infos(folder) if found == name]:
             return {top for info in infos for top in _listed_tops(Path(info))} or {name.replace("-", "_")}
@@ -71,9 +71,9 @@ def changed_versions(
     imported: Collection[str],
     provided: Callable[[str], Collection[str]],
 ) -> list[str]:
-    """PURE: return the changed, new or removed distributions that take part in training.
+    """Return the changed, new or removed distributions that affect training.
 
-    They do if one of their modules is imported, or if their name is in COMPUTING.
+    A distribution does if one of its modules is imported, or if its name starts with a prefix in COMPUTING.
     """
     differ = [name for name in sorted({*before, *now} - OWN) if before.get(name) != now.get(name)]
     return [name for name in differ if name.startswith(COMPUTING) or not set(imported).isdisjoint(provided(name))]
@@ -113,7 +113,7 @@ def _listed_tops(info: Path) -> Iterator[str]:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file; empty if it is unreadable."""
+    """Return the text of a file, or an empty text if it is unreadable."""
     try:
         return path.read_text(errors="replace")
     except OSError:

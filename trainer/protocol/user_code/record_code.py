@@ -1,4 +1,4 @@
-"""Records the user's code: imported modules, the imports in its files, and modules that a rank imports later."""
+"""Creation of code records from imported modules, the imports in files, and modules that a rank imports later."""
 
 import ast
 import json
@@ -25,7 +25,7 @@ _DYNAMIC = frozenset(
 )  # fmt: skip
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _BUILTINS = frozenset({"exec", "eval"})
-"""Names by which code imports modules without an `import` statement; `model.eval()` does not count."""
+"""Names with which code imports modules without an `import` statement. `model.eval()` does not count."""
 _WORDS = "|".join(sorted(_DYNAMIC | _BUILTINS | {r"sys\s*\.\s*path"})).encode()
 _LATE = re.compile(rb"^[ \t]+(?:from|import)\s|[:;]\s*(?:from|import)\s|\b(?:%b)\b" % _WORDS, re.MULTILINE)
 
@@ -34,20 +34,20 @@ _PLAIN = re.compile(rb"^(?:from|import)[ \t]+(\w[^#\n]*)", re.MULTILINE)
 
 
 def plain_imports(text: bytes) -> set[str]:
-    """Return top-level names in `import` statements outside functions; faster than `named_imports`."""
+    """Return top-level names in `import` statements outside functions. Faster than `named_imports`."""
     parts = [part.split() for line in _PLAIN.findall(text) for part in line.partition(b" import")[0].split(b",")]
     return {part[0].partition(b".")[0].decode(errors="replace") for part in parts if part}
 
 
 def has_late_imports(text: bytes) -> bool:
-    """Return whether a function may contain an import, which importing the module does not run."""
+    """Return whether a function may contain an import, which does not run when the module is imported."""
     return _LATE.search(text) is not None
 
 
 def named_imports(text: bytes, package: Sequence[str], *, imported: bool = False) -> tuple[set[str], bool]:
     """Return the dotted names that a module of this package imports, and whether it may import other modules.
 
-    A name may be a module or a member of one. `imported`: the code outside functions has already run.
+    A name may be a module or a member of a module. `imported` means that the code outside functions has already run.
     Raises SyntaxError or ValueError for invalid Python.
     """
     tree = ast.parse(text)
@@ -113,7 +113,7 @@ def record_imported(modules: Mapping[str, Any], skip: Collection[str], config: P
 
 
 def record_named(config: ProgramConfig, beside: Path) -> CodeRecord:
-    """Record the user's code from the imports in its files. `beside`: the folder in which a command runs."""
+    """Record the user's code from the imports in its files. `beside` is the working folder of a command."""
     return _record_command(config, beside) if config.command else _record_target(config, beside)
 
 
@@ -126,9 +126,9 @@ def named_tops(config: ProgramConfig, beside: Path) -> set[str]:
 
 
 def read_again(record: CodeRecord) -> CodeRecord:
-    """Read the files and the packages of a record again. The packages are unknown if a folder cannot be seen.
+    """Read the files and the packages of a record again. The packages are unknown if a folder is missing.
 
-    A missing late file is left out: the code may write such modules itself; if not, importing it fails.
+    A missing late file is omitted, because the code may write such modules itself. Otherwise, its import fails.
     """
     files = {name: CodeFile.read(Path(one.path)) for name, one in record.files.items()}
     there = {name: one for name, one in files.items() if os.path.exists(one.path)}
@@ -142,7 +142,7 @@ def read_packages_again(record: CodeRecord) -> CodeRecord:
 
 
 def with_packages(record: CodeRecord, config: ProgramConfig, modules: Mapping[str, Any]) -> CodeRecord:
-    """Add the packages that ranks use. `modules`: the modules that this process imported for the user's code.
+    """Add the packages that ranks use. `modules` are those that this process imported for the user's code.
 
     Packages stay unknown for a command whose interpreter keeps them in an unusual place.
     """
@@ -220,7 +220,8 @@ def _folders(config: ProgramConfig, beside: Path) -> list[Path]:
 class _NamedCode:
     """Scripts and settings that a command and its shell scripts name, and the modules that they run (`python -m`).
 
-    `folders`: more folders that scripts change to or search for modules; `is_unclear`: a named script is in none.
+    `folders` are other folders that scripts change to or search for modules. `is_unclear` means that a named script is
+    in none of them.
     """
 
     files: dict[str, Path] = field(default_factory=dict)
@@ -257,7 +258,7 @@ def _named_code(command: Sequence[str], beside: Path) -> _NamedCode:
 
 
 def _find_scripts(name: str, folders: Iterable[Path]) -> list[Path]:
-    """Return files with this name in the folders; if the name began with a variable, only the rest is looked up."""
+    """Return files with this name in the folders. If the name started with a variable, only the rest is used."""
     places = dict.fromkeys(folder / part for part in (name, name.lstrip("/")) for folder in folders)
     # `Path.is_file` raises an error for a word that is too long for a file name.
     return list({place.resolve(): place for place in places if os.path.isfile(place)}.values())
@@ -278,7 +279,7 @@ def _shell_folders(text: bytes, place: Path) -> list[Path]:
 
 
 class _Collector:
-    """Collects the user's files and follows their imports."""
+    """Collector of the user's files that follows their imports."""
 
     def __init__(self, search: ImportSearch) -> None:
         self._search, self._users = search, UserFiles()
@@ -292,9 +293,9 @@ class _Collector:
         self.folders: tuple[str, ...] = ()
 
     def add(self, name: str, path: Path, package: list[str] | None = None, *, imported: bool = False) -> None:
-        """Add one of the user's files; other files are ignored. `package`: its package, by default from its name.
+        """Add a file if it is the user's own. `package` is its package, by default derived from its name.
 
-        `imported`: its module-level imports have already been followed.
+        `imported` means that its module-level imports have already run.
         """
         if name in self._files or len(self._files) >= MOST or not self._users.has(path):
             return
@@ -305,7 +306,7 @@ class _Collector:
             self._waiting.append((path, above if package is None else package, imported))
 
     def add_module(self, name: str) -> None:
-        """Add a module and its parent packages; only the user's files count."""
+        """Add a module and its parent packages, if they are the user's files."""
         parts = name.split(".")
         for depth in range(1, len(parts) + 1):
             part = ".".join(parts[:depth])
@@ -332,7 +333,7 @@ class _Collector:
         return not self._absent.isdisjoint({name.partition(".")[0] for name in names})
 
     def find_top_package(self, name: str) -> list[tuple[Path, str]]:
-        """Return the folder and name of a module's top-level package; a lone module's folder and an empty name."""
+        """Return folder and name of a module's top-level package, or the folder and an empty name for a lone module."""
         top = name.partition(".")[0]
         if name not in self._files:
             return []
@@ -387,9 +388,9 @@ _COVERS_LATE = "; the modules that rank 0 had imported by its first step"
 
 
 def carry_late(now: CodeRecord, before: CodeRecord | None) -> CodeRecord:
-    """Add the late files of an earlier record in their present state: ranks are about to import them again.
+    """Add the late files of an earlier record in their current state, because ranks will import them again.
 
-    A missing file is left out, because importing it fails anyway.
+    A missing file is omitted, because importing it fails anyway.
     """
     if before is None:
         return now
@@ -399,7 +400,7 @@ def carry_late(now: CodeRecord, before: CodeRecord | None) -> CodeRecord:
 
 
 def add_late(record: CodeRecord, modules: Mapping[str, Any], config: ProgramConfig) -> CodeRecord:
-    """Replace the record's late files by the user's files among these modules, imported by a rank since it started.
+    """Replace the record's late files with the user's files among `modules`, which a rank has imported since its start.
 
     Recorded files among them are read again, because the rank imported them after they were recorded.
     """

@@ -218,7 +218,7 @@ class Loop:
         return reason
 
     def _validate_owed(self) -> None:
-        """Validate a step that a stop saved unvalidated, and save it again if its result selects the best checkpoints."""
+        """Validate a step that a stop saved unvalidated. Save it again if its result selects the best checkpoints."""
         state, best = self._train_state, self._config.checkpoint.best.metric
         if state.validated < state.step and self._validation.is_due(state.step):
             if best in self._validate(state.step):

@@ -45,7 +45,7 @@ class SpikeDetector:
         window: deque[float],
         on_new_level: Callable[[int, str], None] = lambda step, why: None,
     ) -> None:
-        """Start with `window`, the newest accepted losses. `on_new_level` receives the first step of a level and why."""
+        """Start with `window`, the newest accepted losses. `on_new_level` receives a level's first step and why."""
         self._config, self._window, self._on_new_level = config, window, on_new_level
         while len(window) > config.window:
             window.popleft()

@@ -79,7 +79,7 @@ def second_fault_policy(days: float) -> Policy:
 
 
 def ours(days: float) -> Policy:
-    """Return orch's policy for faults that are each weak evidence."""
+    """Return orch's policy for faults that are only weak evidence against their node."""
     return lambda node, others: days if len(node.failed) > 1 and is_worse(node, others, NODE_DAYS) else 0.0
 
 

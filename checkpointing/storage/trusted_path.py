@@ -122,7 +122,7 @@ def weakness(path: Path) -> Weakness | None:
 
 
 def can_be_exchanged(path: Path) -> bool:
-    """Return whether another user could replace this folder; False if it does not exist."""
+    """Return whether another user could replace this folder; False if the folder cannot be opened."""
     try:
         with open_folder(path) as found:
             return bool(found.weak)

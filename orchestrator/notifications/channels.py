@@ -217,7 +217,7 @@ class NotifyConfig:
 
     @property
     def targets(self) -> dict[str, Any]:
-        """Settings of the used channels, by name."""
+        """Settings of the configured channels, by name."""
         return {name: value for name in self.channels() if (value := getattr(self, name))}
 
 

@@ -51,7 +51,7 @@ class ControllerWrites(UserWrites):
         `over` lists leases that the caller has watched for long enough to know that their holders stall, whatever this
         host's clock shows. If it is given, only these leases count as expired, and only if they are unchanged. A new
         holder gets a higher epoch than all others, which fences its predecessor. The lease for all runs and a single
-        scheduler's lease exclude each other.
+        scheduler's lease are mutually exclusive.
         """
         assert holder, "a lease needs a holder"
         rows = self.leases()

@@ -21,7 +21,10 @@ class TensorSection(Section):
 
 
 class TensorParallelism(Dimension):
-    """Heads, feed-forward and vocabulary are split; norms see a part of the sequence (Korthikanti et al. 2022)."""
+    """Tensor parallelism of heads, dense feed-forward layers and vocabulary.
+
+    Each norm sees only part of the sequence (Korthikanti et al. 2022).
+    """
 
     name, key, splits = "tp", "tp", Splits.MATRICES
     torch_module = "tensor_parallel"

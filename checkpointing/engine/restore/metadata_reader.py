@@ -114,7 +114,7 @@ class VerifiedFile:
         self._held: dict[int, bytes] = {}
 
     def read(self, offset: int, length: int) -> bytes:
-        """Return exactly these bytes; raises CheckpointRefused if they differ or the file is shorter."""
+        """Return these bytes; raises CheckpointRefused if they do not match their digests or end too early."""
         size = self._entry.chunk_size
         if offset < 0 or length < 0 or offset + length > self._entry.size:
             raise CheckpointRefused(self._name, f"{self._entry.name} has no bytes {offset}..{offset + length}")

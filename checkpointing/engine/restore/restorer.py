@@ -369,7 +369,7 @@ class Restorer:
             memory.take_back()
 
     def _local_result(self, name: str, act: Any) -> Any:
-        """Return this rank's result of a common operation; raises CheckpointRefused on all ranks if one failed."""
+        """Run `act` on all ranks and return this rank's result; raises CheckpointRefused everywhere if one failed."""
         kept: list[Any] = []
         on_all_ranks(self._ranks, name, lambda: kept.append(act()))
         return kept[0]

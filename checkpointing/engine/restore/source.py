@@ -20,10 +20,10 @@ from checkpointing.format.read_plan import Box, Shard, Slice, Strip, intersect, 
 
 @dataclass(frozen=True, kw_only=True)
 class OptionalKeys:
-    """Keys that a checkpoint may lack: those below `alone`, and whole folders directly below `together`.
+    """Keys that a checkpoint may lack: any key under a prefix in `alone`, whole folders under a prefix in `together`.
 
-    A folder is a key up to its last slash, such as an optimizer's state for one parameter. A checkpoint without any key
-    below a prefix of `together` lacks more than a folder, which is an error.
+    A key's folder is everything before its last slash, such as one parameter's optimizer state. A checkpoint without
+    any key under a prefix in `together` is an error.
     """
 
     alone: tuple[str, ...] = ("rng/",)

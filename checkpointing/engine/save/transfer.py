@@ -114,9 +114,9 @@ _POLL_SECONDS = 0.2
 class TransferTimeouts:
     """Time limits of a transfer, in seconds.
 
-    `access` limits one access to names and markers. `copy` is the allowance for a rank's copies beyond the time of a
-    slow disk. `look` is the interval between checks of the other ranks' progress. `late` is the time by which files of
-    other ranks must be visible.
+    `access` limits one access to names and markers. `copy` is added to the time that a slow
+    disk would need for a rank's copies. `look` is the interval between checks of the other ranks' progress. `late` is
+    how long to wait until other ranks' files become visible.
     """
 
     access: float = 120.0

@@ -75,7 +75,7 @@ def template(dtype: torch.dtype, shape: tuple[int, ...]) -> RecordTemplate:
 
 
 def placeholder_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor whose memory is never touched or reserved, so it may be larger than the free memory."""
+    """Return a tensor whose memory is never touched or reserved, so it may be larger than free memory."""
     if not (nbytes := math.prod(shape) * dtype.itemsize):
         return torch.empty(shape, dtype=dtype, device="cpu")
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)

@@ -95,7 +95,7 @@ def gc(screen: Screen, runs: tuple[str, ...], everything: bool, dry_run: bool, r
     4 if something could not be deleted.
     """
     if bool(runs) == everything:
-        what = "RUN and --all exclude each other" if runs else "no run is given"
+        what = "RUN and --all are mutually exclusive" if runs else "no run is given"
         hint = f"`orch ckpt gc {shlex.join(runs) or 'RUN'}`, or `orch ckpt gc --all`"
         raise ConfigError(what, where="command line: orch ckpt gc", hint=hint)
     screen.if_interrupted = lambda: "interrupted: deleted folders stay deleted; run the same command again for the rest"

@@ -57,8 +57,8 @@ def controller() -> None:
     """Start, stop, inspect or install the controller, the process that restarts runs.
 
     `orch submit`, `orch resume` and `orch cancel` start a controller if none is alive. It exits when nothing is left
-    to do. If it is killed, `orch controller start` starts another. One controller serves one cluster: the
-    Slurm that its host reaches, or the local jobs of its host.
+    to do. If it is killed, `orch controller start` starts another. Each controller serves one cluster: the Slurm
+    cluster that its host can reach, or the local jobs on its host.
     """
 
 
@@ -69,8 +69,8 @@ def controller() -> None:
 def run(screen: Screen, idle_exit: float | None, cluster: str) -> None:
     """Run a controller in the foreground until Ctrl-C (`orch submit` starts one automatically).
 
-    It serves the Slurm that this host reaches, or without one (or with `--cluster local`) the local jobs of this
-    host.
+    It serves the Slurm cluster that this host can reach; without one, or with `--cluster local`, it serves the local
+    jobs on this host.
     """
     # The daemon reports its actions by logging; in the foreground the log goes to the terminal.
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
@@ -90,7 +90,7 @@ def start(screen: Screen, cluster: str) -> None:
     """Start a controller in the background if none is alive; it exits when nothing is left to do.
 
     Without `--cluster` it starts one for each reachable cluster with live runs. Without live runs it starts one for
-    the cluster of the newest run, or else for the Slurm that this host reaches or for its local jobs.
+    the cluster of the newest run, or else for the Slurm cluster that this host can reach, or for its local jobs.
 
     It returns when the controller has taken over; a stalled one is replaced within a minute. The exit code is 4 if
     the controller did not start; its log has the reason.
@@ -119,7 +119,7 @@ def _kinds_to_start(cluster: str) -> list[str]:
 @controller.command("tick")
 @click.pass_obj
 def tick(screen: Screen) -> int:
-    """Make one pass over the runs of this host and of the Slurm it reaches; do nothing if a controller is alive.
+    """Make one pass over the runs of this host and its Slurm cluster; do nothing if a controller is alive.
 
     Use it in cron. It replaces a stalled controller once its lease has expired, a minute at most, or reports why it
     cannot (exit code 4). The exit code is 5 if a scheduler did not answer: its runs are unchanged.

@@ -101,7 +101,7 @@ def attach(screen: Screen, run: str, stack: bool, rank: int | None, node: int | 
         hint = f"to see the stacks of its ranks: orch attach {run} --stack"
         raise ConfigError("--stack is missing", where="command line", hint=hint)
     if rank is not None and node is not None:
-        raise ConfigError("--rank and --node exclude each other", where="command line", hint="give one of them")
+        raise ConfigError("--rank and --node are mutually exclusive", where="command line", hint="pass one of them")
     require_rank_and_node(found.config.cluster, rank, node)
     detail = "" if node is None else str(node)
     request = found.send_request(RequestKind.STACKS, "orch attach", value=rank, detail=detail)

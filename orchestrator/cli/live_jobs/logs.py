@@ -103,8 +103,8 @@ def _check(rank: str | None, node: int | None, controller: bool, follow_json: bo
     if rank is not None and not rank.isdigit() and rank not in ("all", "first-error"):
         raise ConfigError(f"`{rank}` is not a rank", where="command line: --rank", hint="a number, all or first-error")
     if sum((rank is not None, node is not None, controller)) > 1:
-        what = "--rank, --node and --controller exclude each other"
-        raise ConfigError(what, where=where, hint="give one of them")
+        what = "--rank, --node and --controller are mutually exclusive"
+        raise ConfigError(what, where=where, hint="pass only one of them")
     if follow_json:
         raise ConfigError("-f never ends, but --json prints one object", where=where, hint="omit one of them")
 

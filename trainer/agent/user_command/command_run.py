@@ -141,7 +141,7 @@ class CommandRun:
         )  # fmt: skip
 
     async def start_generation(self, generation: int) -> None:
-        """Record the checkpoints that the program starts from; no rank is running."""
+        """Record the checkpoints that the program starts from. Call this while no rank is running."""
         if not self._on:
             return
         self._progress_kept, self._disk = False, None

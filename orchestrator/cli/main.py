@@ -38,7 +38,7 @@ VERBS = {
     "db": ("db:db", "Locate, back up or rebuild the registry."),
     "controller": ("cluster.controller:controller", "Start, stop, inspect or install the controller."),
     "doctor": ("cluster.doctor:doctor", "Check this machine and cluster, and list what to fix."),
-    "completion": ("completion.completion:completion", "Print the completion script of a shell: bash, zsh or fish."),
+    "completion": ("completion.completion:completion", "Print the completion script for a shell: bash, zsh or fish."),
     "drill": ("drills.drill:drill", "Inject a fault and score the reaction."),
     "demo": ("drills.demo:demo", "Run a small training here that is killed and recovers."),
 }

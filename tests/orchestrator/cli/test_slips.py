@@ -221,7 +221,7 @@ def test_the_nearest_fault(orch: Type, seeds: Seeds) -> None:
     ("words", "code", "hint"),
     [
         (("./mine.yml/",), 3, "did you mean ./mine.yaml?"),
-        (("mine.yaml", "workload.path=my_model.py"), 2, "write a list: 'workload.path=[A, B]'"),
+        (("mine.yaml", "workload.path=my_model.py"), 2, "write a list: 'workload.path=[my_model.py]'"),
         (("torchrun-script", "command=[train.py]"), 2, "name what starts it: 'command=[python, train.py]'"),
         (("torchrun-script", "command=[./train.py]"), 2, "name what starts it: 'command=[python, ./train.py]'"),
         (("torchrun-script", "command=[python,", "train.py,", "--epochs,", "3]"), 2,

@@ -11,7 +11,6 @@ from checkpointing.storage.durable import read_json
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.access.run_folder import call_in_time
 from orchestrator.cli.terminal.render import Screen
-from orchestrator.config.compose import diff
 from orchestrator.config.redaction import redacted_value
 from orchestrator.errors import NotFound
 from orchestrator.registry.records import Attempt, Notice, Run
@@ -55,6 +54,8 @@ def short_digests(value: Any) -> str:
 
 def config_changes(store: "Store", run: Run, attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
     """Return each changed key and the first attempt with the change. The last attempt may not have begun yet."""
+    from orchestrator.config.compose import diff  # omegaconf: only where configurations are compared
+
     # Attempts of an older orch have no config of their own.
     digests = [(attempt.number, attempt.base_digest or run.config_digest) for attempt in attempts]
     digests.append((len(attempts) + 1, run.config_digest))
@@ -100,6 +101,8 @@ def _is_in_force(content: Any, submitted: str, current: str) -> bool:
     """Return whether the current configuration has all edited values, after an `orch resume RUN KEY=VALUE`."""
     if not isinstance(content, dict):
         return False
+    from orchestrator.config.compose import diff  # omegaconf: only where configurations are compared
+
     try:
         with open_store(readonly=True) as store:
             before, now = store.config(submitted), store.config(current)

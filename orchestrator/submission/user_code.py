@@ -370,7 +370,7 @@ def _check_class(target: str, name: str, file: Path) -> None:
     # A star import or a module's __getattr__ may define any name, so only the job can check.
     if name in names or names & {"*", "__getattr__"}:
         return
-    near = nearest(name, names)
+    near = nearest(name, {node.name for node in tree.body if isinstance(node, ast.ClassDef)})
     hint = did_you_mean(near and f"{target.partition(':')[0]}:{near}", "workload.target=module:Class")
     raise ConfigError(f"workload.target={target}: no {name} in {file}", where="workload.target", hint=hint)
 

@@ -217,6 +217,11 @@ def test_the_nearest_fault(orch: Type, seeds: Seeds) -> None:
     assert (said.code, "did you mean kill-rank?" in said.err) == (2, True)
 
 
+def test_only_classes_are_offered_as_targets(orch: Type) -> None:
+    said = orch("config", "validate", "mine.yaml", "workload.target=my_model:orhc")
+    assert (said.code, "no orhc in" in said.err, "my_model:orch" in said.err) == (2, True, False), said.err
+
+
 @pytest.mark.parametrize(
     ("words", "code", "hint"),
     [

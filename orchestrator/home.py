@@ -33,19 +33,19 @@ def state_home(environ: Mapping[str, str] = os.environ) -> Path:
     home, source = _configured_home(environ)
     existing = next(place for place in (home, *home.parents) if os.path.lexists(place))
     if not existing.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, "the state folder cannot be made: it is not a folder", source)
+        raise NotADirectoryError(errno.ENOTDIR, "the state folder cannot be created: it is not a folder", source)
     check_unshared(existing, then="ORCH_HOME=FOLDER")
     return home
 
 
 def make_state_home(environ: Mapping[str, str] = os.environ) -> Path:
-    """Create the state folder, private to the user, for the first write to it. Raises the errors of `state_home`."""
+    """Create the state folder, private to the user, before the first write. Raises the same errors as `state_home`."""
     home, source = state_home(environ), _configured_home(environ)[1]
     try:
         for folder in (*reversed(home.parents), home):  # `parents=True` would leave their modes to the umask
             folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
-        raise OSError(error.errno, f"the state folder cannot be made: {error.strerror}", source) from error
+        raise OSError(error.errno, f"the state folder cannot be created: {error.strerror}", source) from error
     return state_home(environ)
 
 
@@ -58,9 +58,10 @@ def _configured_home(environ: Mapping[str, str]) -> tuple[Path, str]:
 
 
 def registry_path(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return `ORCH_REGISTRY` (a file name), or `registry.db` in the state folder. Raises the errors of `state_home`.
+    """Return `ORCH_REGISTRY` (a file name), or `registry.db` in the state folder.
 
-    Raises ConfigError for a URL, and RegistryError for a path that cannot be a database.
+    Raises the same errors as `state_home`. Also raises ConfigError for a URL, and RegistryError for a path that cannot
+    be a database.
     """
     named = environ.get("ORCH_REGISTRY")
     if named and re.match(r"(?:file|sqlite):|\w+://", named):

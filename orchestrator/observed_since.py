@@ -9,7 +9,7 @@ from pathlib import Path
 from checkpointing.storage.durable import dump_line, write_atomically
 
 LOOK = 20.0
-"""Maximum seconds between two observations that count in full; passes are at most 15 s apart."""
+"""Longest gap in seconds between two observations that counts in full; passes are at most 15 s apart."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ KEYS = (
 )  # fmt: skip
 """Stable keys for a run in JSON output, in output order."""
 _START_SECONDS = 600.0
-"""Seconds after which the start of a generation (imports, compilation) is a small part of its time."""
+"""Seconds after which a generation's startup (imports, compilation) is a small part of its time."""
 _WITHOUT_LOG = frozenset({
     "submit_rejected", "submit_deferred", "submission_lost", "cancelled", "preempted", "time_limit", "job_lost",
 })  # fmt: skip
@@ -126,7 +126,7 @@ class RunView:
 
     @property
     def continue_command(self) -> str:
-        """Command that continues the run or repeats a restore test, or "" for a live run or if none exists."""
+        """Command that continues the run or repeats a restore test, or "" if the run is live or there is none."""
         if self.is_live:
             return ""
         if self.test_of is not None:

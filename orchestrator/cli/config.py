@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SOURCE = click.argument("source", metavar="CONFIG")
 DIGITS = 6
-"""Minimum number of digits of a digest that select a stored configuration."""
+"""Minimum number of digest digits that select a stored configuration."""
 OVERRIDES = click.argument("overrides", metavar="[KEY=VALUE ...]", nargs=-1)
 
 
@@ -105,7 +105,7 @@ def diff(screen: Screen, first: str, second: str) -> None:
 
 
 def compose_config(source: str, overrides: tuple[str, ...]) -> Any:
-    """Return the configuration. Raises NotFound, with the commands for a run as the hint if a run has this name."""
+    """Return the configuration. Raises NotFound, with the right commands as the hint if a run has this name."""
     from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
 
     try:

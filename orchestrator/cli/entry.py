@@ -7,7 +7,7 @@ import sys
 
 def main() -> None:
     """Load the program, then run it. Until then Ctrl-C kills the process; there is nothing to report."""
-    before = signal.getsignal(signal.SIGINT)  # a script's background jobs ignore it; keep that
+    before = signal.getsignal(signal.SIGINT)  # a script's background jobs ignore Ctrl-C and must go on doing so
     if before is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     _use_utf8()

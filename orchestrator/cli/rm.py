@@ -58,7 +58,7 @@ class TierCopies:
 
 @dataclass(frozen=True, kw_only=True)
 class RemovalPlan:
-    """Plan for the removal of a run. `folder` now holds its files; None if there is nothing to delete."""
+    """Plan for removing a run. `folder` now holds its files, or is None if there is nothing to delete."""
 
     run: Run
     first: Attempt
@@ -157,7 +157,7 @@ def _plan_all(
             plans.append(plan_removal(store, run, keep_copies=keep_copies, forget=forget))
         except FileNotFoundError:
             hint = "`orch status` shows whether another command has removed it"
-            refusals.append(Precondition(f"files of {name} disappear while they are counted", where=name, hint=hint))
+            refusals.append(Precondition(f"files of {name} are disappearing during the count", where=name, hint=hint))
         except OrchError as error:
             refusals.append(error)
     for refusal in refusals if len(names) > 1 else ():
@@ -237,7 +237,7 @@ def _deletion_path(run: Run, first: Attempt) -> Path:
 
 
 def own_folder(run: Run, first: Attempt, *, submitted: bool) -> Path | None:
-    """Return the folder that now has the run's files; None if they are gone or never existed.
+    """Return the folder that now has the run's files, or None if they are gone or never existed.
 
     Raises Precondition for a folder that is not provably this run's, or that cannot be read.
     """
@@ -254,7 +254,7 @@ def own_folder(run: Run, first: Attempt, *, submitted: bool) -> Path | None:
 
 
 def _is_own_folder(run: Run, folder: Path) -> bool:
-    """Return whether the folder exists and is this user's. Raises Precondition if anything else has its name."""
+    """Return whether the folder exists and belongs to this user. Raises Precondition if anything else has its name."""
     try:
         found = os.lstat(folder)
     except (FileNotFoundError, NotADirectoryError):

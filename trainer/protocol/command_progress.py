@@ -8,21 +8,21 @@ SET_ASIDE = ".orch-set-aside"
 
 
 def parse_digits(digits: str) -> int:
-    """Return the step from the digits in a checkpoint name.
+    """Return the step given by the digits in a checkpoint name.
 
-    Only the first 18 digits count, for example of a timestamp, because the registry cannot store larger numbers.
+    Only the first 18 digits count (a timestamp may have more), because the registry cannot store larger numbers.
     """
     return int(digits.lstrip("0")[:18] or "0")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommandCheckpointsConfig:
-    """Checkpoints of a `command:`. orch reads the run's progress from them and sets torn checkpoints aside."""
+    """Checkpoints written by a `command:`. orch reads the run's progress from them and sets torn checkpoints aside."""
 
     path: str = ""
     """Folder with the checkpoints of all ranks, absolute or relative to the working folder. Empty: unknown."""
     pattern: str = "checkpoint-*"
-    """Name pattern of the checkpoint files or folders. The last `*` is the step (an integer), others match anything."""
+    """Name pattern of the checkpoint files or folders. The last `*` is the step (an integer); others match anything."""
 
     def __post_init__(self) -> None:
         if "*" not in self.pattern or "/" in self.pattern:
@@ -31,7 +31,7 @@ class CommandCheckpointsConfig:
             )
 
     def parse_step(self, name: str) -> int | None:
-        """Return the step in a checkpoint's name; None for any other name."""
+        """Return the step in a checkpoint's name, or None for any other name."""
         found = self._match(name)
         return None if found is None else parse_digits(found[1])
 
@@ -54,12 +54,12 @@ FOLDER_VARIABLE = "ORCH_SUBMIT_DIR"
 GROUPS = ("step", "total", "loss")
 
 PROGRESS_SECONDS = 1800.0
-"""Seconds of running that count as progress of a command whose checkpoints are unknown."""
+"""Seconds of running time that count as progress for a command whose checkpoints are unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommandProgressConfig:
-    """Source of the current step of a `command:`, for display. Without it, orch shows a dash."""
+    """Where to read the current step of a `command:`, for display. Without this section, orch shows a dash."""
 
     path: str = ""
     """File with the program's progress, absolute or relative to its working folder. Empty: rank 0's log."""

@@ -43,9 +43,9 @@ class DataConfig:
     """Training data."""
 
     path: str = ""
-    """Folder of token shards from `orch data prepare`; with `text`, submit fills it in."""
+    """Folder of token shards from `orch data prepare`; with `text`, `orch submit` fills it in."""
     text: tuple[str, ...] = ()
-    """Text files and folders to tokenize at submit; `python-stdlib` is the source code of Python's standard library."""
+    """Text files and folders to tokenize at submission; `python-stdlib` is the source of Python's standard library."""
     shuffle: bool = True
     """Read the sequences in a seeded order that does not depend on the number of ranks."""
 
@@ -61,10 +61,10 @@ class WorkloadConfig:
     path: tuple[str, ...] = ()
     """Folders added to the import path, after orch's own packages."""
     snapshot: bool = False
-    """Copy the folders in `path` into the run directory at submit and train from the copy."""
+    """Copy the folders in `path` into the run directory at submission, and train from the copy."""
 
     def __post_init__(self) -> None:
-        if self.target == "trainer.worker.llama:LlamaWorkload":  # name in the configs of older runs
+        if self.target == "trainer.worker.llama:LlamaWorkload":  # the name in older runs' configs
             object.__setattr__(self, "target", WorkloadConfig.target)
 
 
@@ -73,7 +73,7 @@ class ValidationConfig:
     """Validation with the workload's own `validate`, or on token data held out from training."""
 
     every: int = 0
-    """Validate every this many steps and after the last step; 0: only after the last step."""
+    """Number of steps between validations, with another after the last step; 0: only after the last step."""
     batches: int = 0
     """Number of batches of `train.batch_size`, held out at the end of `data.path`, on which to compute `val_loss`."""
 
@@ -90,11 +90,11 @@ class RecoveryConfig:
     max_failures: int = 10
     """The run is FAILED after this many failures possibly caused by the program, without a new checkpoint."""
     no_progress_hours: float = 24.0
-    """The run is HELD after this many hours (and `max_failures`) of cluster failures without a new checkpoint."""
+    """The run is HELD after this many hours and `max_failures` cluster failures without a new checkpoint."""
     backoff: float = 10.0
-    """Seconds before the first new job; doubled, with jitter, for every further consecutive failure."""
+    """Seconds before the first new job. The delay doubles, with jitter, after each further consecutive failure."""
     backoff_max: float = 900.0
-    """Longest pause between attempts in seconds."""
+    """Longest pause between attempts, in seconds."""
     exclude_hours: float = 24.0
     """Hours for which a faulty node is excluded."""
     exclude_share: float = 0.1
@@ -112,7 +112,7 @@ class RecoveryConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramConfig:
-    """The program that the ranks run: a workload of orch, or the user's own program."""
+    """The program that the ranks run: an orch workload, or the user's own program."""
 
     name: str = "run"
     """Name of the run; orch appends a number."""
@@ -126,7 +126,7 @@ class ProgramConfig:
     env_from: tuple[str, ...] = ()
     """Secrets that `orch submit` takes from its environment (`[HF_TOKEN, WANDB_API_KEY]`)."""
     secrets_file: str = ""
-    """Your file of secrets: NAME=VALUE lines, mode 0600. Each node reads it at every job start."""
+    """Your own secrets file: NAME=VALUE lines, mode 0600. Each node reads it at every job start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +159,7 @@ class JobConfig(RecipeConfig):
 
 
 def load(run: RunDir, attempt: int) -> JobConfig:
-    """Read the config of an attempt, or of the submit for attempt 0. Raises OSError or ValueError."""
+    """Read the config of an attempt, or the submitted config for attempt 0. Raises OSError or ValueError."""
     config = build(JobConfig, read_json(run.attempt_config(attempt)))
     if not config.workload.snapshot:
         return config

@@ -1,4 +1,4 @@
-"""Events, one JSON line each. The coordinator, each agent, and each node's ranks have a file of their own."""
+"""Events, one JSON line each. The coordinator, each agent, and the ranks of each node have their own files."""
 
 import json
 import threading
@@ -57,7 +57,7 @@ class EventKind(StrEnum):
     CHECKPOINT_SKIPPED = "checkpoint.skipped"  # step, reason: both copies are still being written
     CHECKPOINT_RETRIED = "checkpoint.retried"  # step, reason, bytes: the save failed and is retried
     CHECKPOINT_DOUBTED = "checkpoint.doubted"  # step, reason: saved, but its plausibility is in doubt
-    CHECKPOINT_FLUSHED = "checkpoint.flushed"  # step, name, tier, bytes, seconds: copied to a further tier
+    CHECKPOINT_FLUSHED = "checkpoint.flushed"  # step, name, tier, bytes, seconds: copied to another tier
     CHECKPOINT_STUCK = "checkpoint.stuck"  # step, reason: a write does not finish; training continues
     CHECKPOINT_SUSPECT = "checkpoint.suspect"  # step, reason: the same failure twice soon after loading it
     CHECKPOINT_SEEN = (
@@ -73,7 +73,7 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Event, a line in an event file. `time` is in seconds since the epoch on the writer's clock."""
+    """One line of an event file. `time` is in seconds since the epoch on the writer's clock."""
 
     time: float
     source: str
@@ -88,7 +88,7 @@ _KEYS = frozenset(each.name for each in fields(Event))
 
 
 class EventLog:
-    """Writer that appends one process's events to a file, which other processes on its host may share."""
+    """Writer that appends one process's events to a file, which other processes on the same host may share."""
 
     def __init__(
         self, path: Path, source: str, attempt: int, *, clock: Callable[[], float] = time.time,
@@ -122,7 +122,7 @@ class EventLog:
 def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
     """Return the events in complete lines from byte `offset` on, and the offset for the next call.
 
-    Lines that are not events are skipped. They occur if a process is killed while it writes.
+    Lines that are not events are skipped. Such lines occur if a process is killed while writing.
     """
     lines, offset = read_new_lines(path, offset)
     return [event for line in lines if (event := _parse(line)) is not None], offset

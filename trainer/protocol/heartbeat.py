@@ -11,11 +11,11 @@ from trainer.protocol.secrets.secret_redaction import in_use
 MOST_BYTES = 1 << 20
 """Maximum number of bytes read from a heartbeat file."""
 LONGEST_TROUBLE = 500
-"""Maximum characters in `saves_failing`, because the heartbeat must fit into its file's reserved space."""
+"""Maximum number of characters in `saves_failing`, because the heartbeat must fit into its file's reserved space."""
 
 
 class AttemptStage(StrEnum):
-    """Activity of the coordinator."""
+    """What the coordinator is doing."""
 
     JOINING = "joining"  # waiting for agents and their preflight
     WARMING = "warming"  # waiting for fork servers

@@ -16,19 +16,19 @@ class LaunchToken:
     """Launch token, written by the controller after it has adopted exactly one job for the attempt."""
 
     attempt: int
-    epoch: int  # the controller's fencing epoch when it launched
+    epoch: int  # the controller's fencing epoch at launch
     job_id: str
     nonce: str  # attempt nonce; part of its checkpoint names
     checkpoints: tuple[str, ...] = ()  # earlier attempts' checkpoint folders that this attempt may inherit
-    perhaps: tuple[str, ...] = ()  # further checkpoints on nodes' own disks, inherited if found
+    perhaps: tuple[str, ...] = ()  # other checkpoints on nodes' own disks, inherited if found
     corrupt: tuple[str, ...] = ()  # checkpoints of earlier attempts that must never be loaded
     over: tuple[str, ...] = ()  # `<attempt>-<nonce>` of the run's earlier attempts, which no longer write
-    config_digest: str = ""  # digest of the config when the controller launched; empty: unknown
+    config_digest: str = ""  # digest of the config at launch; empty: unknown
     trained: bool = False  # an earlier attempt of the run has reached a step, saved or not
     mtbf: float = 0.0  # mean seconds between failures of a job of this size; 0: unknown
 
     def write(self, path: Path) -> None:
-        """Write the token. A write after the revocation, such as by a paused controller, has no effect."""
+        """Write the token. Writing it after its revocation, as a paused controller may do, has no effect."""
         write_durably(path, dump_line({"schema": "orch.go/1", **asdict(self)}).encode())
 
     @classmethod
@@ -61,7 +61,7 @@ def revoke(path: Path) -> None:
 
 
 def was_revoked(path: Path) -> bool:
-    """Return whether the controller has revoked this GO. Without this marker, a missing GO was deleted from outside."""
+    """Return whether the controller has revoked this GO. If not, a missing GO was deleted by someone else."""
     return _revocation_marker(path).exists()
 
 

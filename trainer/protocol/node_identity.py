@@ -19,13 +19,13 @@ UNKNOWN = "unknown"
 
 
 def start_time(pid: int) -> str | None:
-    """Return the start time of a process in clock ticks since boot; None if it does not exist or is a zombie."""
+    """Return the start time of a process in clock ticks since boot, or None if it does not exist or is a zombie."""
     fields = _stat(pid)
     return fields[19] if fields and fields[0] not in ("Z", "X") else None
 
 
 def process_state(pid: int) -> str:
-    """Return the state letter from proc(5), such as T (stopped) or Z (zombie); empty if the process does not exist."""
+    """Return the state letter from proc(5), such as T (stopped) or Z (zombie), or "" if the process does not exist."""
     return next(iter(_stat(pid)), "")
 
 

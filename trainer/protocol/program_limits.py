@@ -1,9 +1,9 @@
 """Linux's limits on a program's arguments and environment variables (`man 2 execve`)."""
 
 MAX_STRING_BYTES = (1 << 17) - 1
-"""Maximum bytes of one argument, or of one NAME=value, without the final zero byte."""
+"""Maximum size in bytes of one argument, or of one NAME=value, without the final zero byte."""
 MAX_TOTAL_BYTES = 6 << 20
-"""Maximum bytes of all arguments and variables, regardless of the stack limit."""
+"""Maximum total size in bytes of all arguments and variables, regardless of the stack limit."""
 _POINTER_BYTES = 9
 """Overhead per string: the final zero byte and a pointer."""
 

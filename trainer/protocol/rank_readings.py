@@ -31,14 +31,14 @@ class RankReading:
 
     @classmethod
     def from_json(cls, row: object) -> "RankReading | None":
-        """Parse one row; None if it has no rank. Fields of the wrong type count as missing."""
+        """Parse one row, or return None if it has no rank. Fields of the wrong type count as missing."""
         known = known_fields(cls, row) if isinstance(row, dict) else {}
         return cls(**known) if "rank" in known else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankReadings:
-    """Readings from some of `world` ranks. `time` is in seconds since the epoch on the coordinator's node."""
+    """Readings from some of the `world` ranks. `time` is in seconds since the epoch on the coordinator's node."""
 
     generation: int
     world: int

@@ -68,13 +68,13 @@ def pending(folder: Path, attempt: int, answered: set[str]) -> list[Request]:
 
 
 def _is_plain_file(path: Path) -> bool:
-    """Return whether this is a regular file, not a symbolic link, with only one name."""
+    """Return whether this is a regular file with only one name, not a symbolic link."""
     status = os.lstat(path)
     return stat.S_ISREG(status.st_mode) and status.st_nlink == 1
 
 
 def _is_sound(request: Request) -> bool:
-    """Return whether every field has its type and the value can be a time or a rank."""
+    """Return whether every field has the right type and the value can be a time or a rank."""
     value = request.value
     if type(request.attempt) is not int or type(request.detail) is not str or type(request.reason) is not str:
         return False
@@ -82,7 +82,7 @@ def _is_sound(request: Request) -> bool:
 
 
 def _by_age(folder: Path) -> list[str]:
-    """Return the file names in the order of writing, because a later request may correct an earlier one."""
+    """Return the file names in the order they were written, because a later request may correct an earlier one."""
     if not folder.is_dir():
         return []
     with os.scandir(folder) as entries:

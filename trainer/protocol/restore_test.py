@@ -38,8 +38,8 @@ class RestoreTestOrder:
     """Checkpoint that a run restores instead of training, and the number of steps to train after it.
 
     `manifest` is the digest that the registry recorded at commit. `config_digest` is the digest of the config that
-    saved the checkpoint, `steps_digest` of the config that trained the following steps. Unknown digests are empty.
-    `agreed` is an earlier restore test of the run with equal steps on this layout, if any.
+    saved the checkpoint; `steps_digest` is that of the config that trained the following steps. Unknown digests
+    are empty. `agreed` is an earlier restore test on this layout whose steps were identical to the run's, if any.
     """
 
     run: str

@@ -114,7 +114,7 @@ class AttemptDir:
         return self.outcomes / f"agent-{node:04d}.json"
 
     def agent_reports(self) -> list[Path]:
-        """Return the existing agent reports, by node."""
+        """Return the existing agent reports, keyed by node."""
         return sorted(self.outcomes.glob("agent-*.json"))
 
     def make(self) -> None:
@@ -159,7 +159,7 @@ class RunDir:
         return own if own.exists() else self.config
 
     def attempt_run_config(self, attempt: int) -> Path:
-        """Return the run's full-size config at the start of this attempt, before any reduction of its nodes."""
+        """Return the run's full-size config at the start of this attempt, before any reduction in its nodes."""
         base = self.attempt(attempt).run_config
         return base if base.exists() else self.attempt_config(attempt)
 

@@ -1,4 +1,4 @@
-"""Batches that a rollback found bad. Every later generation and attempt skips them.
+"""Batches that rollbacks found to be bad. Every later generation and attempt skips them.
 
 The coordinator writes `attempts/NNN/skipped.json` before it starts the generation that must skip them.
 """
@@ -18,7 +18,7 @@ _SCHEMA = "orch.skipped/1"
 class Skip:
     """A skipped batch."""
 
-    step: int  # step that failed with it
+    step: int  # step that failed on it
     position: int  # data position of its start, as consumed by all ranks together
     reason: str
 

@@ -30,7 +30,7 @@ _SEPARATOR_BYTES = SEPARATOR.to_bytes(2, "little")
 _STDLIB_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 Progress = Callable[[int, int], None]
-"""Callback with the bytes done and the total bytes."""
+"""Callback that receives the number of bytes done and the total."""
 
 
 class TokensError(ValueError):
@@ -162,7 +162,7 @@ def prepare(sources: Sequence[str | Path], out: Path, progress: Progress | None 
 def prepare_under(
     sources: Sequence[str | Path], folder: Path, progress: Progress | None = None
 ) -> tuple[Path, TokenIndex]:
-    """Tokenize `sources` into `folder/<fingerprint>`, one folder for each text. Raises like `prepare`."""
+    """Tokenize `sources` into `folder/<fingerprint>`, one folder for each text. Raises the same errors as `prepare`."""
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     with _temporary_folder(folder) as temporary:
         index = _write(sources, temporary, progress)
@@ -217,7 +217,7 @@ def _write(sources: Sequence[str | Path], folder: Path, progress: Progress | Non
         read += writer.end_document()
     index = writer.finish(sources=read, skipped=len(files) - read)
     if not read:
-        given = ", ".join(str(source) for source in sources) or "no path at all"
+        given = ", ".join(str(source) for source in sources) or "an empty list of paths"
         raise TokensError(f"nothing to read in {given}: {len(files)} files, none of them text with content")
     index.write(folder)
     fsync_dir(folder)

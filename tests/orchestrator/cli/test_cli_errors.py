@@ -216,7 +216,7 @@ def test_bad_state(orch: Type, monkeypatch: Patch, place: str, why: str, verbs: 
     for words in map(str.split, verbs):
         said = orch(*words)
         assert said.code == 4
-        assert f"the state folder cannot be made: {why}" in said.err + said.out
+        assert f"the state folder cannot be created: {why}" in said.err + said.out
         assert f"ORCH_HOME={place}" in said.err + said.out
 
 

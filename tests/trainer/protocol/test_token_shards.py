@@ -100,7 +100,7 @@ def test_the_standard_library_is_some_megabytes_without_its_tests():
     assert sum(path.stat().st_size for path in files) > 5e6
 
 
-@pytest.mark.parametrize(("sources", "message"), [(["nowhere"], "nowhere does not exist"), ([], "no path at all")])
+@pytest.mark.parametrize(("sources", "message"), [(["nowhere"], "nowhere does not exist"), ([], "empty list of paths")])
 def test_nothing_to_read_is_said(tmp_path, sources, message):
     with pytest.raises(TokensError, match=message):
         token_shards.prepare(sources, tmp_path / "out")

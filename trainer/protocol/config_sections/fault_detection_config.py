@@ -14,19 +14,19 @@ class HangConfig:
     factor: float = 25.0
     """Timeout of a phase, as a multiple of its 99th-percentile duration in this run."""
     least: float = 8.0
-    """Minimum timeout of any phase in seconds."""
+    """Minimum timeout for any phase, in seconds."""
     slow: float = 120.0
-    """Seconds allowed without a sign of life in start, compile, restore, save, evaluation and a first step."""
+    """Seconds allowed without a sign of life during startup, compilation, restore, save, evaluation or a first step."""
     most: float = 3600.0
     """Seconds without progress after which a rank counts as hung despite signs of life."""
     stopped: float = 3.0
-    """Seconds after which a stopped (SIGSTOP) rank counts as hung, while its peers wait."""
+    """Seconds after which a stopped (SIGSTOP) rank counts as hung while its peers are waiting."""
     evidence: float = 10.0
     """Seconds for collecting evidence before the kill."""
     agent: float = 75.0
     """Seconds a node's agent may be frozen (stopped, or stuck in the kernel) before its watchdog kills it."""
     heartbeat: float = 900.0
-    """Seconds without a heartbeat or a growing file of a running attempt before orch ends its job; 0: never."""
+    """Seconds a running attempt may go without a heartbeat or a growing file before orch ends its job; 0: no limit."""
 
     def __post_init__(self) -> None:
         if self.factor < 2:
@@ -42,7 +42,7 @@ class StragglerConfig:
     on: bool = True
     """Whether to compare the ranks' own work."""
     ratio: float = 1.07
-    """A rank is a straggler if its work takes more than this many times its peers', in consecutive windows."""
+    """A rank is a straggler if its work takes more than this many times as long as its peers', in several windows."""
     windows: int = 3
     """Number of consecutive windows that must agree."""
 
@@ -57,12 +57,12 @@ class SpikeConfig:
     """Limits above which a loss counts as a spike. NaN and infinity always do."""
 
     deviations: float = 20.0
-    """A loss more than this many robust deviations (plus a half) above the window's median is a spike, if its logarithm
-    is also half as many above; 0: only check for NaN."""
+    """A loss is a spike if it exceeds the window's median by more than this many robust deviations and by more than
+    half of the median, and its logarithm does so by more than half as many deviations; 0: only check for NaN."""
     window: int = 50
-    """Number of steps for the median and the deviation. No loss is judged before the window is full."""
+    """Number of steps over which the median and deviation are computed. No loss is judged until the window is full."""
     roll_backs: int = 3
-    """Rollbacks allowed in an attempt without a new checkpoint. Each skips the batch of the bad step."""
+    """Rollbacks allowed in an attempt without a new checkpoint. Each one skips the bad step's batch."""
 
     def __post_init__(self) -> None:
         require_least("detection.spike", self, deviations=0, window=8, roll_backs=0)
@@ -73,15 +73,15 @@ class PreflightConfig:
     """Node checks before training."""
 
     on: bool = True
-    """Measure matrix multiplication, memory and network; the quick checks of folders and limits always run."""
+    """Measure matrix multiplication, memory and network. The quick checks of folders and limits always run."""
     seconds: float = 60.0
-    """Seconds after which network tests stop, without the missing results."""
+    """Seconds after which network tests stop. Missing results are ignored."""
     slowest: float = 0.6
     """A node is suspect if its speed is below this share of its peers' median, or, in a Slurm job, of the median of the
     run's earlier attempts."""
     skew: float = 30.0
-    """Largest difference between nodes' clocks in seconds. The node far from the median is suspect; of two nodes, the
-    one that disagrees with the file server.
+    """Largest allowed difference between nodes' clocks, in seconds. If it is exceeded, the node farthest from the
+    median is suspect or, with only two nodes, the one that disagrees with the file server.
     """
 
     def __post_init__(self) -> None:
@@ -117,7 +117,7 @@ KINDS = {
     "hang-in-send": "in a pipeline: hangs before it sends its results to another stage",
     "skip-send": "in a pipeline: skips one message to another stage and continues",
 }
-"""All kinds of faults that a rank can inject into itself. Progress cells store indices, so append new kinds."""
+"""All kinds of faults that a rank can inject into itself. Progress cells store indices, so new kinds must come last."""
 BETWEEN_STAGES = ("hang-in-send", "skip-send")
 """Kinds that need a pipeline."""
 
@@ -138,7 +138,7 @@ class DrillEvent:
     """Generation of the attempt in which it occurs; 0: every generation."""
     value: float = 0.0
     """For `slow-rank`: seconds of work added to every step. For `hang-` kinds and `hold-lock`: seconds; 0: forever. For
-    `desync-shape`: elements of the wrong tensor; 0: one."""
+    `desync-shape`: number of elements in the wrong tensor; 0: one."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

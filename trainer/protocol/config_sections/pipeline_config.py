@@ -19,7 +19,7 @@ class Schedule(StrEnum):
 ZERO_BUBBLE = (Schedule.ZERO_BUBBLE, Schedule.ZBV)
 """Schedules that compute weight gradients separately from activation gradients."""
 LARGE_ROUNDS = (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE)
-"""Schedules that process micro-batches in rounds of equal size, at least the number of ranks."""
+"""Schedules that process micro-batches in rounds of equal size, each at least as large as the number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class PipelineConfig:
     """Pipeline parallelism, where ranks hold consecutive layers of the model."""
 
     stages: int = 1
-    """Consecutive parts of the layers, `stages_per_rank` of them on each rank of the pipeline; 1: no pipeline."""
+    """Number of consecutive parts into which the layers are split, `stages_per_rank` on each rank; 1: no pipeline."""
 
     schedule: str = Schedule.ONE_F_ONE_B
     """`gpipe`, `1f1b`, `interleaved_1f1b`, `interleaved_zero_bubble` or `zbv`."""
@@ -36,12 +36,12 @@ class PipelineConfig:
     """Stages on each rank; 0: one with `gpipe` and `1f1b`, else two."""
 
     micro_batches: int = 0
-    """Micro-batches per step on each data-parallel rank; 0: by `train.micro_batch_size`, or at least four times the
-    ranks of the pipeline if a rank's share can be divided that way."""
+    """Micro-batches per step on each data-parallel rank; 0: set by `train.micro_batch_size`, or at least four
+    times the number of pipeline ranks if a rank's share can be divided that way."""
 
     layer_seconds: tuple[float, ...] = ()
-    """Measured seconds of the embedding, of each layer, and of the output with its loss, to split the layers by; empty:
-    modelled FLOPs."""
+    """Measured seconds for the embedding, each layer, and the output with its loss, used to split the layers into
+    stages; empty: use modelled FLOPs."""
 
     def __post_init__(self) -> None:
         if self.schedule not in set(Schedule):

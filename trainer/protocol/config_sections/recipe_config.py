@@ -77,13 +77,13 @@ class ExpertsConfig:
     """Mixture of experts: every layer has `count` small feed-forward networks, chosen per token, instead of one."""
 
     count: int = 0
-    """Experts of each layer; 0: every layer has one feed-forward for all tokens (`model.ffn_dim`)."""
+    """Experts in each layer; 0: every layer has one feed-forward network for all tokens (`model.ffn_dim`)."""
     per_token: int = 2
     """Number of experts that process each token. Their outputs are added with weights that sum to 1."""
     ffn_dim: int = 128
     """Inner width of each expert (SwiGLU)."""
     balance_rate: float = 1e-3
-    """Change of an expert's bias after a step in which it had more or fewer tokens than the mean; 0: no change."""
+    """Change in an expert's bias after a step in which it got more or fewer tokens than the mean; 0: no change."""
 
     def __post_init__(self) -> None:
         require_least("model.experts", self, count=0, per_token=1, ffn_dim=1, balance_rate=0)
@@ -109,13 +109,13 @@ class ModelConfig:
     kv_heads: int = 2
     """Key and value heads (grouped-query attention); must divide `heads`."""
     ffn_dim: int = 384
-    """Inner width of the SwiGLU feed-forward."""
+    """Inner width of the SwiGLU feed-forward network."""
     rope_theta: float = 10000.0
     """Base of the rotary embedding's frequencies."""
     norm_eps: float = 1e-5
     """Epsilon of RMSNorm."""
     tie_embeddings: bool = False
-    """Use the token embedding as the output matrix as well."""
+    """Also use the token embedding as the output matrix."""
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
 
     def __post_init__(self) -> None:
@@ -151,14 +151,14 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Length, batch size and precision of training."""
+    """Training length, batch size and precision."""
 
     steps: int = 200
-    """Optimizer steps of the whole run."""
+    """Optimizer steps in the whole run."""
     seed: int = 1
-    """Seed of weights, data order and every rank's generators."""
+    """Seed for the weights, the data order and every rank's random generators."""
     batch_size: int = 16
-    """Sequences per optimizer step over all ranks."""
+    """Sequences per optimizer step across all ranks."""
     micro_batch_size: int = 0
     """Sequences per forward pass and data-parallel rank. Smaller values accumulate gradients.
 
@@ -167,18 +167,18 @@ class TrainConfig:
     seq_len: int = 128
     """Tokens per sequence."""
     dtype: str = "bfloat16"
-    """Precision of forward and backward: `bfloat16`, `float16` (with dynamic loss scaling) or `float32`; gradients are
-    reduced in float32."""
+    """Precision of the forward and backward passes: `bfloat16`, `float16` (with dynamic loss scaling) or `float32`.
+    Gradients are reduced in float32."""
     activation_checkpointing: bool = False
     """Recompute layers in the backward pass instead of keeping their activations (built-in model)."""
     compile: bool = False
-    """Compile each layer with torch.compile (built-in model); needs a C++ compiler on the nodes, see `orch doctor`."""
+    """Compile each layer with torch.compile (built-in model). Needs a C++ compiler on the nodes; see `orch doctor`."""
     peak_tflops: float = 0.0
     """Peak TFLOP/s of one device, the denominator of MFU; 0: look it up in a table of GPUs."""
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     loss_chunks: int = 1
-    """Chunks of each sequence whose logits are computed one after another (built-in model): needs less memory, but
-    computes them twice."""
+    """Number of chunks per sequence whose logits are computed one after another (built-in model). More than one chunk
+    needs less memory, but the logits are computed twice."""
 
     def __post_init__(self) -> None:
         require_least("train", self, steps=1, batch_size=1, seq_len=1, loss_chunks=1, peak_tflops=0, micro_batch_size=0)

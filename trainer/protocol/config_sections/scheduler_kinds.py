@@ -11,7 +11,7 @@ AUTO = "auto"
 class SchedulerKind:
     """Traits of one scheduler. See orchestrator/scheduler/available_schedulers.py for its login-node side."""
 
-    simulated_nodes: bool  # its nodes are processes of the submitting host
+    simulated_nodes: bool  # its nodes are processes on the submitting host
     go_seconds: float  # time an agent waits for GO, because file systems may show it late
     preempts: bool = False  # the scheduler may end the job with an unrequested signal
     signal_early: float = 0.0  # seconds by which the signal before the time limit may be early
@@ -25,7 +25,7 @@ KINDS = {
 
 
 def traits(kind: str) -> SchedulerKind:
-    """Return the traits of this kind. An unknown kind, for example from a newer release, has Slurm's traits."""
+    """Return the traits of this kind. An unknown kind, for example from a newer release, gets Slurm's traits."""
     return KINDS.get(kind, KINDS[SLURM])
 
 

@@ -9,7 +9,7 @@ from trainer.protocol.skipped_batches import Skip
 
 
 class Action(StrEnum):
-    """Next action of the coordinator within an attempt (WAIT to END), or of the controller after an attempt."""
+    """What the coordinator does next within an attempt (WAIT to END), or the controller after an attempt."""
 
     WAIT = "WAIT"
     FINISH = "FINISH"
@@ -27,7 +27,7 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class CommandFailure:
-    """Failure of a command in one generation, and its progress until then."""
+    """A command's failure in one generation, and its progress up to then."""
 
     mark: str  # equal for failures with the same cause
     seconds: float  # seconds since it was started
@@ -35,7 +35,7 @@ class CommandFailure:
     exception: str | None = None
     crashed: bool = False  # ended by a signal
     saved: bool = False  # is known to have saved a checkpoint since it was started
-    trained: bool = False  # is known to have saved, or ran longer than a start takes
+    trained: bool = False  # is known to have saved, or ran for longer than startup takes
     loading: bool = False  # failed while loading a file
     began_from: str = ""  # identity of the newest checkpoint when it was started; empty: none, or unknown
 
@@ -52,8 +52,8 @@ class Decision:
     skip: Skip | None = None  # batch to skip from now on
     own: CommandFailure | None = None  # for a command: its own failure
     set_aside: str = ""  # for a command: why its newest checkpoint must not be loaded again
-    tries: int = 0  # for a command: failures soon after a start from a checkpoint that is retried
-    outside: bool = False  # the network or a server failed, which may take a while to recover
+    tries: int = 0  # for a command: number of failures soon after starting from a checkpoint that is retried
+    outside: bool = False  # the network or a server failed, and may take a while to recover
     pause: float = 0.0  # seconds before the next generation
     lost: tuple[str, ...] = ()  # nodes to be replaced by spares
     not_before: float = 0.0  # start of the next attempt, in seconds since the epoch

@@ -9,7 +9,7 @@ from functools import cache
 from typing import NamedTuple
 
 VARYING = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
-"""Parts that vary between two messages of the same error."""
+"""Parts that vary between messages for the same error."""
 
 
 class Meaning(StrEnum):
@@ -20,15 +20,15 @@ class Meaning(StrEnum):
     GPU_MEMORY = "gpu_memory"
     VARIABLE = "variable"  # an environment variable that torch, gloo or NCCL cannot use
     HARDWARE = "hardware"  # a GPU of this node is broken or unavailable
-    PEER_GONE = "peer_gone"  # as worded by torch's own collectives; elsewhere such sentences can be a cause
+    PEER_GONE = "peer_gone"  # as worded by torch's own collectives; in other code, such sentences can be the cause
     NO_RENDEZVOUS = "no_rendezvous"  # ranks did not meet
     MISMATCH = "mismatch"  # ranks called different collectives
     OUTSIDE = "outside"  # problems outside the program: the network, a file server, the end of another process
     NO_PROCESSES = "no_processes"  # the node cannot start more threads or processes
-    UNREADABLE = "unreadable"  # caused only by the bytes of a file of weights or state
+    UNREADABLE = "unreadable"  # caused only by the bytes of a weights or state file
     CUT_OFF = "cut_off"  # raised when a truncated file is read, but also by a truncated server response
     BROKEN = "broken"  # caused by the bytes of any file, or by something else
-    MISFIT = "misfit"  # raised for an intact file of weights or state that does not fit the program
+    MISFIT = "misfit"  # raised for an intact weights or state file that does not fit the program
     INSTALLATION = "installation"  # parts of torch or of orch are missing from disk
     MISSING = "missing"  # a missing file
     LOADING = "loading"  # code that loads a checkpoint
@@ -45,9 +45,9 @@ class Meaning(StrEnum):
 
 
 class TextSource(Flag):
-    """Kinds of text in which a sentence has its meaning."""
+    """Kinds of text in which a sentence has the given meaning."""
 
-    ERROR = auto()  # the text of an exception, or the last lines of a program
+    ERROR = auto()  # the text of an exception, or the last lines of a program's output
     JOB_LOG = auto()  # output of agents, srun and Slurm
 
 
@@ -83,7 +83,7 @@ TABLE = tuple(
         # In a log, the lowercase words come from orch itself, for a save that failed while training continued.
         (Meaning.STORAGE, _ERROR, r"(?i:no space left on device|disk quota exceeded)"),
         (Meaning.STORAGE, _ERROR, r"(?i:read-only file system|input/output error)"),
-        # The log belongs to a finished job. A program may reopen its files, so for it the cause is external.
+        # The log belongs to a finished job. A program may still reopen its files, so its error counts as external.
         (Meaning.STORAGE, _LOG, r"Stale file handle|\[Errno 116\]"),
         (Meaning.OUTSIDE, _ERROR, r"Stale file handle"),
         (Meaning.NOT_LAUNCHED, _LOG, r"execve\(\): .{0,1000}(No such file or directory|Permission denied)"),
@@ -98,10 +98,11 @@ TABLE = tuple(
         (Meaning.MEMORY, _LOG, r"srun: error: \S+: tasks? [\d,-]+: Out Of Memory"),
         (Meaning.TASK_KILLED, _LOG,
          r"srun: error: \S+: tasks? [\d,-]+: (Killed|Segmentation fault|Bus error|Aborted)"),
-        # The kernel's messages are above; these are raised by Python and torch when the kernel does not kill.
+        # The kernel's messages are above; these are raised by Python and torch when the kernel does not kill the
+        # process.
         (Meaning.MEMORY, _ERROR, r"^[\w.]*MemoryError\b|Caught \w*MemoryError\b"),
         (Meaning.MEMORY, _ERROR, r"\[Errno 12\]|Cannot allocate memory"),
-        # /dev/shm is memory, not disk; torch gives its files there these names.
+        # /dev/shm is memory, not disk. These are torch's names for its files in /dev/shm.
         (Meaning.MEMORY, _ERROR, r"unable to (write to|allocate shared memory.{0,20}for) file </torch_"),
         (Meaning.MEMORY, _ERROR, r"DefaultCPUAllocator: (can't allocate|not enough) memory"),
         (Meaning.GPU_MEMORY, _ERROR, r"^OutOfMemoryError\b|CUDA out of memory|CUDA error: out of memory"),
@@ -140,7 +141,7 @@ TABLE = tuple(
         (Meaning.NO_PROCESSES, _ERROR, r"can't start new thread|Resource temporarily unavailable|\[Errno 11\]"),
         (Meaning.NO_PROCESSES, _ERROR, r"pthread_create.{0,40} failed|Thread creation failed"),
         (Meaning.UNREADABLE, _ERROR, r"SafetensorError|deserializing header|central directory"),
-        # except failures of the system to open a file or allocate memory
+        # except when the system fails to open a file or allocate memory
         (Meaning.UNREADABLE, _ERROR, r"PytorchStreamReader(?!.{0,200}: (file \w+|allocation) failed)"),
         (Meaning.UNREADABLE, _ERROR, r"UnpicklingError|invalid load key|unexpected EOF|BadZipFile"),
         (Meaning.UNREADABLE, _ERROR, r"load(ing|ed) state[_ ]dict|storage has wrong byte size"),
@@ -166,7 +167,7 @@ TABLE = tuple(
 
 
 def has_meaning(text: str, *meanings: Meaning) -> bool:
-    """Return whether the text of an error, or the last lines of a program, has one of these meanings."""
+    """Return whether `text`, an error or the last lines of a program's output, has one of these meanings."""
     return any(pattern.search(text) for pattern in _of_errors(meanings))
 
 

@@ -1,4 +1,4 @@
-"""Errors caused by missing files of torch or orch, for example while an environment is rebuilt."""
+"""Errors caused by missing torch or orch files, for example while an environment is rebuilt."""
 
 import sys
 import traceback
@@ -9,7 +9,7 @@ _ORCH = ("checkpointing", "orchestrator", "trainer")
 
 
 def describe_missing(error: BaseException) -> str:
-    """Return a message suffix that names the folders if files are missing; empty for other errors."""
+    """Return a message suffix that names the folders if files are missing, or "" for other errors."""
     found = isinstance(error, ImportError) and _is_of_installation(error)
     found = found or (isinstance(error, FileNotFoundError) and _find_package(error.filename) != "")
     return f"; part of the installation is missing (environment {sys.prefix}, orch in {_ROOT})" if found else ""
@@ -25,7 +25,7 @@ def _is_of_installation(error: ImportError) -> bool:
 
 
 def _find_package(file: object) -> str:
-    """Return `torch` or the orch package that contains this file; empty if neither does."""
+    """Return `torch` or the orch package that contains this file, or "" if neither does."""
     if not isinstance(file, str):
         return ""
     torch = getattr(sys.modules.get("torch"), "__file__", None)

@@ -29,7 +29,7 @@ class ExitCode(IntEnum):
 
 
 class FailureKind(StrEnum):
-    """Cause of the end of an attempt or a generation, passed unchanged to `recovery.retry_policy.decide`.
+    """Why an attempt or a generation ended, passed unchanged to `recovery.retry_policy.decide`.
 
     A kind's docstring lists its signs and, in a second paragraph, the response: a row of docs/failure-kinds.md.
     """
@@ -42,31 +42,33 @@ class FailureKind(StrEnum):
     """SIGKILL with an entry in `/dev/kmsg` or in the cgroup's `oom_kill`; `torch.OutOfMemoryError` or `MemoryError`;
     Slurm's OUT_OF_MEMORY.
 
-    As `rank_killed`. HELD before the first step, twice at one step within a minute of the restart, or after an attempt
-    that saved nothing new: `orch resume RUN cluster.mem=64G`, or a smaller `train.micro_batch_size`."""
+    Same as `rank_killed`. HELD if it occurs before the first step, twice at the same step within a minute of the
+    restart, or in an attempt that saved nothing new: `orch resume RUN cluster.mem=64G`, or a smaller
+    `train.micro_batch_size`."""
     USER_ERROR = "user_error"
-    """An exception before the run's first step; the same exception twice at one step, within a minute of the restart;
-    exit code 78; a state that cannot be saved (docs/saving.md); a workload that no node can import; repeated failures
-    of a `command:` (docs/torchrun-scripts.md).
+    """An exception before the run's first step; the same exception twice at the same step, within a minute of the
+    restart; exit code 78; a state that cannot be saved (docs/saving.md); a workload that no node can import;
+    repeated failures of a `command:` (docs/torchrun-scripts.md).
 
     FAILED with the traceback."""
     EXCEPTION = "exception"
     """Any other exception or exit code of the training code.
 
-    As `rank_killed`."""
+    Same as `rank_killed`."""
     NODE_LOST = "node_lost"
-    """Slurm's NODE_FAIL; `scontrol requeue`; a signal with `DUE TO NODE FAILURE` in the job's log, or a node down.
+    """Slurm's NODE_FAIL; `scontrol requeue`; a signal with `DUE TO NODE FAILURE` in the job's log, or a node that
+    is down.
 
     A new job without that node."""
     AGENT_LOST = "agent_lost"
     """An agent disconnected or froze; a job went silent or left no outcome.
 
-    A spare takes over, else a new job."""
+    A spare takes over, or else a new job."""
     NODE_SUSPECT = "node_suspect"
     """A failed preflight; exit code 77; a rank that survives SIGKILL for a minute; a GPU driver that does not answer
     for 20 s; a workload that only this node cannot import.
 
-    A spare takes over, else a new job without that node."""
+    A spare takes over, or else a new job without that node."""
     PREEMPTED = "preempted"
     """Slurm's PREEMPTED; a signal that stopped the job with time left and no other cause.
 
@@ -77,21 +79,21 @@ class FailureKind(StrEnum):
 
     A save on all ranks before the end, then a new job."""
     CANCELLED = "cancelled"
-    """Slurm's CANCELLED, not requested by orch, for a job that had started or waited for nodes.
+    """Slurm's CANCELLED, not requested by orch, for a job that had started or was waiting for nodes.
 
     HELD."""
     JOB_LOST = "job_lost"
-    """The job is not in the queue, accounting has no end for it, and its heartbeat is silent; or three submissions
+    """The job is not in the queue, accounting shows no end for it, and its heartbeat is silent; or three submissions
     produced no job, and sbatch printed an id for at most half of them.
 
     The job is cancelled by its id, and a new one submitted."""
     NODES_MISSING = "nodes_missing"
-    """A job waited for its nodes longer than `recovery.patience`, and a smaller one could start.
+    """A job waited for its nodes for longer than `recovery.patience`, and a smaller one could start.
 
     The job is cancelled; the next one requests fewer nodes immediately."""
     LAUNCH_FAILED = "launch_failed"
-    """The job ended before its agents agreed to start, or a node could not launch it (a failing prolog, a full disk of
-    `slurmd`). Slurm may report CANCELLED.
+    """The job ended before its agents agreed to start, or a node could not launch it (a failing prolog, a full
+    `slurmd` disk). Slurm may report CANCELLED.
 
     A new job. It counts as a try if the batch script ended on its own and no attempt of the run has trained."""
     SUBMIT_REJECTED = "submit_rejected"
@@ -111,17 +113,17 @@ class FailureKind(StrEnum):
     HANG = "hang"
     """No rank made progress for longer than the run's history explains (docs/watching.md).
 
-    Evidence is kept, and all ranks restart in place. Twice on one node: a spare, else a new job. In two attempts: a new
-    job without that node."""
+    Evidence is kept, and all ranks restart in place. Twice on one node: a spare, or else a new job. In two attempts: a
+    new job without that node."""
     DESYNC = "desync"
     """Ranks called different collectives.
 
-    HELD with the two calls: a bug in the program."""
+    HELD with the two calls, because this is a bug in the program."""
     NUMERIC = "numeric"
     """NaN, infinity or a loss spike (docs/watching.md).
 
-    Restart from the last good state in memory, without that batch. HELD if the same batch, or NaN at the same step,
-    returns, or `detection.spike.roll_backs` is exhausted."""
+    Restart from the last good state in memory, without that batch. HELD if the same batch fails again, if NaN recurs at
+    the same step, or if `detection.spike.roll_backs` is exhausted."""
     STORAGE = "storage"
     """Disk full, quota, read-only, I/O error, `ulimit -f`; exit code 74; a final save that fails, or a time limit while
     saves fail; no usable checkpoint; more than `checkpoint.max_unsaved_steps` unsaved steps; a run folder that does not
@@ -137,8 +139,8 @@ class FailureKind(StrEnum):
     """No known cause; a rank that only lost the connection to a peer; in a run that has trained, name resolution, a
     connection, HTTP 429, 500 or 502 to 504; `ulimit -u` or pids.max; an exit of a `command:` that may not be its fault.
 
-    All ranks restart in place, then a new job. After an outage, or without room for a thread or process, the job waits
-    first."""
+    All ranks restart in place, then a new job. After an outage, or when no thread or process can be created, the job
+    waits first."""
 
 
 MORE_MEMORY = "give the job more (cluster.mem), or use less (train.micro_batch_size, train.activation_checkpointing)"
@@ -165,7 +167,7 @@ class Culprit:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Earliest root cause of a failure. Secondary failures of its peers are recorded elsewhere."""
+    """Earliest root cause of a failure. Secondary failures of peers are recorded elsewhere."""
 
     kind: FailureKind
     reason: str
@@ -178,7 +180,7 @@ class Failure:
     message: str | None = None  # of the exception
     evidence: str | None = None  # path, relative to the run directory
     lines: tuple[str, ...] = ()  # last log lines of a command's rank
-    culprits: tuple[Culprit, ...] = ()  # all roots if there are several; `rank` and `node` belong to the first
+    culprits: tuple[Culprit, ...] = ()  # all root causes if there are several; `rank` and `node` belong to the first
     room: int = 0  # size in bytes of the checkpoint that did not fit, if known
     script: bool = False  # the batch script exited before any agent started
     drill: str = ""  # kind of the drill that caused it; empty: not a drill
@@ -198,12 +200,12 @@ class Failure:
 
 
 def legible(text: str) -> str:
-    """Return `text` with lone surrogates escaped, which come from file names that are not UTF-8."""
+    """Return `text` with lone surrogates, which come from file names that are not UTF-8, escaped."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def _line(fields: Any) -> bytes:
-    """Return JSON that can be encoded again, without secrets."""
+    """Return the fields as encoded JSON, without secrets."""
     return in_use().record(dump_line(_all_legible(fields))).encode()
 
 
@@ -216,7 +218,7 @@ def _all_legible(value: Any) -> Any:
 
 
 class AgentEnd(StrEnum):
-    """Reason why an agent exited without an order from its coordinator."""
+    """Why an agent exited without an order from its coordinator."""
 
     FROZEN = "frozen"  # its own node found it frozen and killed it
     SILENT = "silent"  # no message from the coordinator for too long
@@ -226,7 +228,7 @@ class AgentEnd(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class AgentReport:
-    """`outcomes/agent-NNNN.json`, the report of an exit that the coordinator cannot report."""
+    """`outcomes/agent-NNNN.json`, an agent's report of an exit that the coordinator cannot report."""
 
     node: int
     name: str
@@ -282,7 +284,7 @@ class Budget(StrEnum):
 
 
 class NodeBlame(StrEnum):
-    """Evidence against the node that a failure names."""
+    """How strong the evidence is against the node that a failure names."""
 
     NOTHING = "nothing"
     WEAK = "weak"  # it happened on the node: evidence only if more frequent than on other nodes
@@ -290,7 +292,7 @@ class NodeBlame(StrEnum):
 
 
 class Losses(StrEnum):
-    """Failure rate to which a failure counts, for estimating the loss of unsaved steps."""
+    """Failure rate that a failure counts towards, used to estimate how many unsaved steps will be lost."""
 
     NOBODY = "nobody"
     RUN = "run"  # a bug or lack of memory affects only its own run
@@ -304,18 +306,18 @@ class FailureTraits:
     budget: Budget
     blame: NodeBlame = NodeBlame.NOTHING
     losses: Losses = Losses.NOBODY
-    restarts_in_place: bool = False  # a new generation on the same nodes repairs it
+    restarts_in_place: bool = False  # a new generation on the same nodes can fix it
     comes_back: bool = False  # recurs within a job until a user intervenes
     examined: bool = False  # declared after all ranks were examined, so no rank will report anything else
     of_the_state: bool = False  # state loaded from a checkpoint can be the cause
-    of_the_program: bool = False  # raised by a program itself
-    fixed_by_code: bool = False  # a change of the user's code can be its remedy
+    of_the_program: bool = False  # raised by the program itself
+    fixed_by_code: bool = False  # changing the user's code can fix it
     seen_inside: bool = False  # Slurm's status of the job must not replace it
     asked_to_stop: bool = False  # the job was asked to stop: not a failure, and never the effect of a drill
     free: bool = False  # not counted as a failure while the run makes progress
     asked_by_slurm: bool = False  # a reason for Slurm to ask a job to stop
     slurm_states: tuple[str, ...] = ()  # states of a job in which Slurm itself names this cause
-    ends_run: bool = False  # if no retry can fix it: the run FAILED; otherwise it is HELD
+    ends_run: bool = False  # whether the run is FAILED, not HELD, if no retry can fix it
     final: str = "{reason}"  # message if no retry can fix it
 
 
@@ -369,8 +371,8 @@ TRAITS: dict[FailureKind, FailureTraits] = {
     FailureKind.NUMERIC: FailureTraits(
         budget=Budget.PERSON, comes_back=True, of_the_state=True, fixed_by_code=True,
         final="the loss became unusable: {reason}; fix the data or the code, or continue with other settings "
-        "(optimizer.lr, optimizer.clip_norm, detection.spike): from the last good one in `orch ckpt ls {run}` with "
-        "`orch submit --from {run}@STEP KEY=VALUE`, or if there is none with `orch resume {run} KEY=VALUE`",
+        "(optimizer.lr, optimizer.clip_norm, detection.spike): from the last good checkpoint in `orch ckpt ls {run}` "
+        "with `orch submit --from {run}@STEP KEY=VALUE`, or if there is none with `orch resume {run} KEY=VALUE`",
     ),
     FailureKind.STORAGE: FailureTraits(budget=Budget.TIME, seen_inside=True),
     FailureKind.INSTALLATION: FailureTraits(budget=Budget.PERSON, comes_back=True, seen_inside=True),

@@ -1,4 +1,4 @@
-"""End of a rank, as one type for all processes, and the files that store it."""
+"""How a rank ended, as one type for all processes, and the files that store it."""
 
 import json
 import signal
@@ -14,7 +14,7 @@ from trainer.protocol.run_dir import AttemptDir
 
 GOOD = (ExitCode.FINISHED, ExitCode.STOPPED_AFTER_SAVE)
 _MAX_TEXT = 1 << 16
-"""Maximum characters kept from a text in an error file."""
+"""Maximum number of characters kept from a text in an error file."""
 _STORED = (
     "rank", "generation", "node", "step", "exit_code", "time", "exception", "message", "traceback", "secondary",
     "position",
@@ -24,7 +24,7 @@ _STORED = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankEnd:
-    """End of a rank. The exception and its details come from the rank's own report, if it could write one."""
+    """How a rank ended. The exception and its details come from the rank's own report, if it could write one."""
 
     rank: int
     generation: int = 0

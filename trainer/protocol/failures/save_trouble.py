@@ -9,7 +9,7 @@ from checkpointing.storage.storage_errors import disk_words
 from trainer.protocol.events import EventKind
 
 SAVES_FAILING = "saves failing"
-"""Prefix of the line when saves fail, as opposed to copies of saves."""
+"""Prefix of the line when saves themselves fail, as opposed to copying them."""
 _LONGEST = 300
 _OS_ERROR = re.compile(r"\[Errno (\d+)\] [^:']+: '([^']+)'")
 _FAILED = (EventKind.CHECKPOINT_FAILED, EventKind.CHECKPOINT_RETRIED, EventKind.CHECKPOINT_STUCK)
@@ -17,12 +17,12 @@ _WORKED = (EventKind.CHECKPOINT_COMMITTED, EventKind.CHECKPOINT_FLUSHED)
 
 
 class SaveTrouble:
-    """State of a checkpointer's saves and copies to further tiers, from its events. `text` is empty while they work."""
+    """State of a checkpointer's saves and copies to other tiers, from its events. `text` is empty while they work."""
 
     def __init__(self) -> None:
         self._failing: dict[str, tuple[int, str]] = {}  # by tier; the first tier's name is empty
         self.size = 0
-        """Bytes of the checkpoint that last failed to be saved, if known."""
+        """Size in bytes of the newest checkpoint that could not be saved, if known."""
 
     def note(self, kind: str, data: dict[str, Any]) -> bool:
         """Process an event, and return whether it concerns saving."""
@@ -46,7 +46,7 @@ class SaveTrouble:
 
 
 def short_reason(reason: str) -> str:
-    """Return the disk error and the folder for a failed save, or the shortened reason if it is no disk error."""
+    """Return the disk error and the folder for a failed save, or the shortened reason if it is not a disk error."""
     found = _OS_ERROR.search(reason)
     words = disk_words(int(found[1])) if found else ""
     if found and words:

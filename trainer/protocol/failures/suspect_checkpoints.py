@@ -1,8 +1,9 @@
 """Checkpoints that are suspect because of failures soon after they were loaded. Drills do not count.
 
 A checkpoint whose bytes verify may still hold an unusable state: saved just before the loss exploded, or corrupted by
-faulty hardware. To avoid loading it forever, its predecessor is tried instead. Only a failure that the state can cause
-counts: it came after a step was trained from that state, it came twice, and no person has to fix the program.
+faulty hardware. To avoid loading it forever, its predecessor is tried instead. A failure counts only if the state
+can have caused it: it came after a step was trained from that state, it happened twice, and it is not one that a person
+must fix in the program.
 """
 
 import builtins
@@ -25,7 +26,7 @@ def drill_behind(
 ) -> str:
     """Return the kind of the drill that caused `failure`, or an empty string.
 
-    `ordered` is the drill requested in this generation, `configured` are the run's `drill.events`.
+    `ordered` is the drill requested in this generation; `configured` are the run's `drill.events`.
     """
     if failure.kind in NOT_BY_A_DRILL:
         return ""
@@ -53,7 +54,7 @@ _OF_THE_STATE = select_kinds(lambda traits: traits.of_the_state)
 
 @dataclass(frozen=True, kw_only=True)
 class FailedGeneration:
-    """Failed generation: step of the restored checkpoint (0: not restored), last step, and the failure."""
+    """A failed generation: step of the restored checkpoint (0: not restored), last step, and the failure."""
 
     restored: int
     step: int
@@ -96,7 +97,7 @@ def suspect_steps(
 ) -> dict[int, str]:
     """Return the steps that became suspect, with reasons, except those already `known`.
 
-    `failed_generations` are oldest first; those before the index `since` raise no suspicion without a later failure.
+    `failed_generations` are oldest first; those before index `since` raise suspicion only together with a later one.
     """
     past = list(failed_generations)
     found: dict[int, str] = {}
@@ -118,7 +119,7 @@ def _reason(newest: FailedGeneration, earlier: Sequence[FailedGeneration]) -> st
 
 
 def _mark(failure: Failure) -> str:
-    """Return the property that makes two failures count as the same."""
+    """Return what two failures must share to count as the same failure."""
     if failure.signal is not None:
         return f"{failure.kind} by {signal_name(failure.signal)}"
     if failure.exception:

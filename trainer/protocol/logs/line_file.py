@@ -52,13 +52,13 @@ class LineFile:
 
 
 MAX_READ_BYTES = 64 << 20
-"""Maximum bytes read per call. The rest is left for the next call."""
+"""Maximum number of bytes read per call. The rest is left for the next call."""
 
 
 def read_new_lines(path: Path, offset: int) -> tuple[list[bytes], int]:
     """Return whole lines from byte `offset` on, and the next offset. A torn last line is left for the next call.
 
-    Raises OSError, also for a file that is not regular.
+    Raises OSError, including for a file that is not regular.
     """
     try:
         with open_regular(path) as stream:

@@ -44,7 +44,7 @@ class LogsConfig:
 
 
 def rotated_files(path: Path) -> dict[int, Path]:
-    """Return the rotated files of a log by number, oldest first."""
+    """Return the rotated files of a log, keyed by number, oldest first."""
     pattern = re.compile(re.escape(path.name) + r"\.(\d+)")
     try:
         found = {int(match[1]): path.parent / match[0] for name in os.listdir(path.parent)
@@ -137,7 +137,7 @@ class LogFile:
     def _rotate(self) -> None:
         numbers = list(rotated_files(self.path))
         number = max(numbers, default=0) + 1
-        with suppress(FileNotFoundError):  # deleted from outside
+        with suppress(FileNotFoundError):  # deleted by someone else
             os.rename(self.path, self.path.with_name(f"{self.path.name}.{number}"))
         full = self._descriptor
         self._open()
@@ -170,7 +170,7 @@ class LogReader:
             self._found = _last(self._found, lines)
 
     def read(self) -> bytes:
-        """Return the data appended since the last read that still exists."""
+        """Return whatever still exists of the data appended since the last read."""
         found, self._found = self._found + (self._file.read() or b""), b""
         while not self._is_current():
             # WARNING: data may be appended until the rotation, so more may have arrived since the last read.

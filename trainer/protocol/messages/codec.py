@@ -18,10 +18,10 @@ from checkpointing.storage.durable import dump_line
 
 KEY = "say"
 LONGEST_ROWS = 4096
-"""Maximum rows or names in a field, which has a few per rank of a node. `Annotated` sets another limit."""
+"""Maximum number of rows or names in a field, which holds a few per rank of a node. `Annotated` sets other limits."""
 _DIGITS, _LONG, _EXPONENT = bytes.maketrans(b"123456789E", b"000000000e"), b"0" * 19, b"e000"
 _SHOWN = 60
-"""Maximum characters of a value shown in an error."""
+"""Maximum number of characters of a value that an error shows."""
 
 M_co = TypeVar("M_co", covariant=True)
 Read = Callable[[Any], Any]

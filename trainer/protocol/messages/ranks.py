@@ -31,7 +31,7 @@ def packet_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def send_packet(link: socket.socket, message: object, descriptors: Sequence[int] = ()) -> None:
-    """Send one message of any length. Raises OSError if the other side is gone or does not read."""
+    """Send one message of any length. Raises OSError if the other side is gone or is not reading."""
     # A lone surrogate, for example from a file name in an exception, must not suppress the rest.
     data = encode(message).encode(errors="replace")
     with ExitStack() as stack:
@@ -110,7 +110,7 @@ def generation_mark(generation: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RankSpec:
-    """Start order of a rank in a generation. Descriptors belong to the started process."""
+    """Order to start a rank in a generation. Descriptors belong to the started process."""
 
     run_dir: str
     attempt: int
@@ -185,7 +185,7 @@ MOST = 1_000_000
 
 
 def groups_file(socket: str) -> str:
-    """Return the path of the JSON {name: {"name", "desc", "runs"}} for the rank that listens on `socket`."""
+    """Return the path of the JSON file {name: {"name", "desc", "runs"}} for the rank that listens on `socket`."""
     return f"{socket}.groups"
 
 
@@ -218,7 +218,7 @@ def _decode_runs(encoded: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
 
 
 _MOST_WORDS = 1 << 22
-"""Maximum arguments or variables of a program. The 6 MiB that Linux allows cannot contain more."""
+"""Maximum number of a program's arguments or variables. The 6 MiB that Linux allows cannot hold more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,19 +26,19 @@ _SCALE = 1.0 / math.log(_GROWTH)
 
 
 def bucket(seconds: float) -> int:
-    """Return a duration's bucket. The first bucket ends at 1 ms, and each further one 1.41 times later, up to 740 s."""
+    """Return a duration's bucket. The first ends at 1 ms, and every end is 1.41 times the previous one, up to 740 s."""
     if seconds <= _SHORTEST:
         return 0
     return min(BUCKETS - 1, math.ceil(math.log(seconds / _SHORTEST) * _SCALE - 1e-9))
 
 
 def longest(index: int) -> float:
-    """Return the end of a bucket in seconds. The last bucket has no end, but gets a value too."""
+    """Return the end of a bucket in seconds. The last bucket has no end, but gets a value anyway."""
     return _SHORTEST * _GROWTH**index
 
 
 def quantile(counts: Sequence[int], share: float) -> float:
-    """Return the quantile in seconds, at most 1.41 times too large, or 0 without durations."""
+    """Return the quantile in seconds, at most 1.41 times too large, or 0 if there are no durations."""
     total = sum(counts)
     if not total:
         return 0.0
@@ -75,17 +75,17 @@ class Activity(StrEnum):
 _ACTIVITIES = tuple(Activity)
 CODES = {activity: code for code, activity in enumerate(_ACTIVITIES, 1)}
 _PASSES = (Activity.FORWARD, Activity.BACKWARD)
-"""Activities that have phases with the same names."""
+"""Activities that share their names with phases."""
 RECEIVES = (Activity.WAIT_FOR_ACTIVATION, Activity.WAIT_FOR_GRADIENT)
 AWAITED_SENDS = (Activity.WAIT_FOR_SENT_ACTIVATION, Activity.WAIT_FOR_SENT_GRADIENT)
 OF_ACTIVATIONS = (Activity.WAIT_FOR_ACTIVATION, Activity.SEND_ACTIVATION, Activity.WAIT_FOR_SENT_ACTIVATION)
-"""Activities with activations, which go to the next stage. Gradients go to the previous stage."""
+"""Activities that involve activations, which go to the next stage. Gradients go to the previous stage."""
 
 
 class StageActivity(NamedTuple):
-    """A stage's activity with a micro-batch, or with -1 for the reduction, which covers all micro-batches.
+    """What a stage is doing with a micro-batch; -1 stands for the reduction, which covers all micro-batches.
 
-    For a wait in a ring, `stage` is the global rank for which this rank waits.
+    While it waits in a ring, `stage` is the global rank that this rank is waiting for.
     """
 
     activity: Activity
@@ -111,7 +111,7 @@ class StageActivity(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SentMessages:
-    """Sending progress of a pipeline rank, as micro-batch counts for each of its stages."""
+    """What a pipeline rank has sent, as micro-batch counts for each of its stages."""
 
     after_step: int  # last step finished before these passes
     activations: tuple[int, ...]
@@ -143,7 +143,7 @@ WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 
 @contextmanager
 def block_step_signals() -> Iterator[None]:
-    """Block the signals while a child is started. The child inherits the mask."""
+    """Block the signals while a child is being started. The child inherits the mask."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STEP_SIGNALS)
     try:
         yield
@@ -231,7 +231,7 @@ _ROW = struct.Struct(f"<{BUCKETS}I")
 
 
 class StopReason(IntEnum):
-    """Reason why the agent asks its rank to stop. If ranks have different reasons, the highest applies."""
+    """Why the agent asks its rank to stop. If ranks have different reasons, the highest applies."""
 
     NONE = 0
     SAVE_AND_GO_ON = 1
@@ -242,7 +242,7 @@ class StopReason(IntEnum):
 
 @dataclass(kw_only=True, slots=True)
 class Progress:
-    """Consistent reading of a cell. Times are nanoseconds of the node's CLOCK_MONOTONIC."""
+    """Consistent reading of a cell. Times are in nanoseconds on the node's CLOCK_MONOTONIC."""
 
     step: int = 0
     phase: Phase = Phase.INIT
@@ -356,7 +356,7 @@ class ProgressCell:
             _SENT_COUNT.pack_into(self._map, at, min(micro_batch + 1, 65535))
 
     def add_input_bytes(self, size: int) -> None:
-        """Count bytes of training data read. They become visible with the next update."""
+        """Count the bytes of training data read. They become visible with the next update."""
         self._now.io_bytes += size
 
     def start_timing(self) -> None:
@@ -390,7 +390,7 @@ class ProgressCell:
         return StopReason(reason), deadline
 
     def read_expected_stop(self) -> float:
-        """Return the expected time of a stop, in seconds of CLOCK_MONOTONIC; 0: unknown."""
+        """Return the expected time of a stop, in seconds on CLOCK_MONOTONIC; 0: unknown."""
         return self._floats[_DUE_AT // 8]
 
     def read_drill_order(self) -> tuple[int, int, float]:
@@ -426,7 +426,7 @@ class ProgressCell:
         return SentMessages(after_step=step - 1, activations=counts[::2], gradients=counts[1::2])
 
     def last_tick_ns(self) -> int:
-        """Return the time of the last `tick` in nanoseconds of CLOCK_MONOTONIC; 0: never."""
+        """Return the time of the last `tick` in nanoseconds on CLOCK_MONOTONIC; 0: never."""
         return self._words[_TICK_AT // 8]
 
     def times(self) -> dict[Phase, tuple[int, ...]]:
@@ -435,7 +435,7 @@ class ProgressCell:
         return {phase: row for phase, row in rows.items() if any(row)}
 
     def ask_stop(self, reason: StopReason, deadline: float = 0.0) -> None:
-        """Ask the rank to stop. `deadline` is in seconds of CLOCK_MONOTONIC; 0: no deadline.
+        """Ask the rank to stop. `deadline` is in seconds on CLOCK_MONOTONIC; 0: no deadline.
 
         The cell stores one request. A stop request is never withdrawn, and a request with lower priority is dropped.
         """
@@ -445,13 +445,13 @@ class ProgressCell:
         _STOP.pack_into(self._map, _STOP_AT, int(reason), 0, deadline)
 
     def expect_stop(self, at: float) -> None:
-        """Announce a stop at this time, in seconds of CLOCK_MONOTONIC. With 0, no stop is planned."""
+        """Announce a stop at this time, in seconds on CLOCK_MONOTONIC; 0: none is planned."""
         self._floats[_DUE_AT // 8] = at
 
     def order_drill(self, kind: int, serial: int, value: float = 0.0) -> None:
         """Order the rank to inject a fault into itself at its next step boundary. `serial` counts up from 1."""
         _DRILL.pack_into(self._map, _DRILL_AT + _DRILL_FIELDS, kind, value)
-        # The serial number is written last, so that a reader of a new number finds its data.
+        # The serial number is written last, so that a reader that sees a new number also finds its data.
         _COUNT.pack_into(self._map, _DRILL_AT, serial)
 
     def close(self) -> None:

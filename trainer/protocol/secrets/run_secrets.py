@@ -46,7 +46,7 @@ class RunSecrets:
         return bool(self.values or self.webhooks)
 
     def create(self, path: Path) -> None:
-        """Create a file that only its owner can read. Raises OSError, also if the path exists."""
+        """Create a file that only its owner can read. Raises OSError, including if the path exists."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(os.open(path, flags, 0o600), "wb") as stream:
             stream.write(self._encode())
@@ -104,7 +104,7 @@ def enter(values: dict[str, str], environ: MutableMapping[str, str] = os.environ
 
 
 def read_list(path: Path, taken: dict[str, str] | None = None) -> dict[str, str]:
-    """Parse a file of NAME=VALUE lines. Raises SecretsRefused, also for a name in `taken`."""
+    """Parse a file of NAME=VALUE lines. Raises SecretsRefused, including for a name in `taken`."""
     try:
         text = read_private(path).decode(errors="surrogateescape")
     except FileNotFoundError:
@@ -159,5 +159,5 @@ def read_private(path: Path, *, follow: bool = True) -> bytes:
             raise SecretsRefused(shown, f"chmod 600 {shlex.quote(str(path))}")
         data = stream.read(_MOST + 1)
     if len(data) > _MOST:
-        raise SecretsRefused(f"{path} is larger than {_MOST} bytes", "it is not a file of secrets")
+        raise SecretsRefused(f"{path} is larger than {_MOST} bytes", "it is not a secrets file")
     return data

@@ -14,7 +14,7 @@ from urllib.parse import quote, quote_plus
 LISTED = "ORCH_SECRETS"
 """Environment variable with the comma-separated names of the variables that contain secrets."""
 LEAST = 6
-"""Minimum bytes of a redacted value. Shorter values would match parts of unrelated numbers."""
+"""Minimum size in bytes of a redacted value. Shorter values would match parts of unrelated numbers."""
 _LEAST_ENCODED = 8
 """Minimum length of a base64 piece that identifies a value."""
 _COMMON = re.compile(r"[-+0-9.eE_]{1,16}|[a-z_]{1,24}|/[\w./-]*")

@@ -1,4 +1,4 @@
-"""Record of the user's code and packages in one attempt, with a digest for every file, and response to changes."""
+"""Record of the user's code and packages in one attempt, with a digest for every file, and the response to changes."""
 
 import hashlib
 import os
@@ -17,7 +17,7 @@ SCHEMA = "orch.code/1"
 
 @dataclass(frozen=True, kw_only=True)
 class CodeFile:
-    """Path and digest of a file at the time of reading."""
+    """A file's path, and its digest when it was read."""
 
     path: str
     sha256: str
@@ -37,13 +37,13 @@ class CodeRecord:
     """Record of the training code, with the scope that it covers."""
 
     files: Mapping[str, CodeFile] = field(default_factory=dict)
-    """Files by module name, or by a script's path as in the command."""
+    """Files keyed by module name, or by a script's path as given in the command."""
     absent: tuple[str, ...] = ()
     """Missing modules that the code tries to import: top-level modules and parts of its packages."""
     covers: str = ""
-    """Description of the scope, the files in the record."""
+    """Description of which files the record covers."""
     packages: Mapping[str, str] | None = None
-    """Versions of all installed distributions by normalized name; None: unknown."""
+    """Versions of all installed distributions, keyed by normalized name; None: unknown."""
     imported: tuple[str, ...] = ()
     """Third-party top-level modules that the code imports, or that its process had imported."""
     site_folders: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class CodeRecord:
 
     @property
     def digest(self) -> str:
-        """Return the SHA-256 of all file names and digests, without folders; empty without files."""
+        """Return the SHA-256 of all file names and digests, without folders, or "" if there are no files."""
         if not self.files:
             return ""
         total = hashlib.sha256()
@@ -147,7 +147,7 @@ def listed_digests(before: CodeRecord, now: CodeRecord) -> dict[str, str]:
 
 
 def changed_packages(before: CodeRecord, now: CodeRecord) -> dict[str, tuple[str, str]]:
-    """Return the versions, before and now, of changed distributions that affect training ("none": absent).
+    """Return the old and new versions of changed distributions that affect training ("none": not installed).
 
     The result is empty if either record does not know its packages. Metadata is read only for distributions that
     differ. User packages with files in both records are compared by their files.
@@ -180,7 +180,7 @@ class CodeDecision(StrEnum):
 
 
 class Occasion(StrEnum):
-    """Time at which the code is compared."""
+    """Occasion on which the code is compared."""
 
     START = "start"  # the first attempt of a submission starts
     NEXT = "next"  # orch starts the next attempt or generation unattended
@@ -215,6 +215,6 @@ def judge_code(
 
 
 def shorten(words: list[str]) -> str:
-    """Return the first words and the number of remaining words."""
+    """Join the first items, and add the number of the remaining ones."""
     more = f", and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
     return ", ".join(words[:SHOWN]) + more

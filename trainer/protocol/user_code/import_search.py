@@ -19,7 +19,7 @@ _STANDARD = tuple({Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib
 
 
 class ImportSearch:
-    """Module search like in a job: in `first`, then in this interpreter's own path, then in `last`."""
+    """Module search as in a job: in `first`, then in this interpreter's own path, then in `last`."""
 
     def __init__(self, last: Iterable[Path] = (), first: Iterable[Path] = ()) -> None:
         self._first, self._last = [str(place) for place in first], [str(place) for place in last]
@@ -33,7 +33,7 @@ class ImportSearch:
         return find_containing_file(origin) if origin is not None else None
 
     def is_package(self, name: str) -> bool:
-        """Return whether the name is a regular package, to which files can add modules."""
+        """Return whether the name belongs to a regular package, to which files can add modules."""
         spec = self._spec(name)
         return spec is not None and spec.has_location and spec.submodule_search_locations is not None
 
@@ -145,7 +145,7 @@ class _Installed:
 
 
 def shadowing_file(name: str, folders: Sequence[Path], search: ImportSearch) -> tuple[Path, str] | None:
-    """Return a module in the folders that another module shadows in the job, and the origin of the other module."""
+    """Return a module in the folders that another module shadows in the job, and where the other module comes from."""
     standard = name in sys.stdlib_module_names
     for folder in folders:
         for own in (folder / name / "__init__.py", folder / f"{name}.py"):

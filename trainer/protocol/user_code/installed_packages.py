@@ -22,7 +22,7 @@ def find_site_folders(path: Iterable[str]) -> tuple[str, ...]:
 
 
 def read_versions(folders: Iterable[str]) -> dict[str, str] | None:
-    """Return the versions of distributions in these folders by normalized name, or None if a folder is missing.
+    """Return the versions of distributions in these folders, keyed by normalized name, or None if a folder is missing.
 
     The first folder with a distribution counts. `pip install --target --upgrade` keeps the old metadata, so all
     versions in the folder are listed. Only folder names are read, because reading hundreds of files takes too long.
@@ -73,14 +73,14 @@ def changed_versions(
 ) -> list[str]:
     """Return the changed, new or removed distributions that affect training.
 
-    A distribution does if one of its modules is imported, or if its name starts with a prefix in COMPUTING.
+    A distribution affects training if one of its modules is imported, or if its name starts with a prefix in COMPUTING.
     """
     differ = [name for name in sorted({*before, *now} - OWN) if before.get(name) != now.get(name)]
     return [name for name in differ if name.startswith(COMPUTING) or not set(imported).isdisjoint(provided(name))]
 
 
 def normalize_names(packages: Mapping[str, Any]) -> dict[str, str]:
-    """Return packages by normalized name (PEP 503)."""
+    """Return packages keyed by normalized name (PEP 503)."""
     return {_normalize(name): str(version) for name, version in packages.items()}
 
 

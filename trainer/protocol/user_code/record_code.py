@@ -158,7 +158,7 @@ def with_packages(record: CodeRecord, config: ProgramConfig, modules: Mapping[st
 
 
 def _path_of_command(program: str, search: str | None) -> list[str]:
-    """Return the import path of this process, or the folders of installed packages of another interpreter."""
+    """Return the import path of this process, or the folders of another interpreter's installed packages."""
     found = shutil.which(program, path=search) if _PYTHON.fullmatch(program) else None
     prefix = Path(found or sys.executable).parent.parent
     if prefix == Path(sys.executable).parent.parent:

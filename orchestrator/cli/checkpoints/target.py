@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Warn = Callable[[str, str], None]
 """Warning callback with the signature of `Screen.warn`: a code and a message."""
 
-WAYS_TO_STORES = "credentials come from the environment; s3:// places need: pip install 'orch[s3]'"
+WAYS_TO_STORES = "credentials come from the environment; s3:// locations need: pip install 'orch[s3]'"
 WAYS = (
     "write RUN@500, RUN@latest, RUN@all, RUN@best (by checkpoint.best.metric), "
     "or the path or URL of a checkpoint's folder"
@@ -99,7 +99,7 @@ def split_target(words: str) -> tuple[str, str]:
 
 
 def saving_run(name: str) -> "Run":
-    """Return the run by name, unique prefix, or `@last`. Raises NotFound, and ConfigError for a restore test."""
+    """Look up a run by name, unique prefix, or `@last`. Raises NotFound, and ConfigError for a restore test."""
     run = known_run(name)
     if (order := run.identity.get("restore_test")) is not None:
         tested = f"{order['run']}@{order['step']}"
@@ -156,7 +156,7 @@ def _name_of_best(run: "Run") -> str:
         what = f"{run.name} has no checkpoint.best.metric, so no checkpoint is the best"
         raise ConfigError(what, where=run.run_dir, hint=hint)
     if not found.names:
-        raise NotFound(f"no checkpoint of {run.name} has the number {found.metric} yet", where=run.run_dir, hint=hint)
+        raise NotFound(f"no checkpoint of {run.name} has a value for {found.metric} yet", where=run.run_dir, hint=hint)
     return found.names[0]
 
 
@@ -166,7 +166,7 @@ def find_one(words: str, warn: Warn) -> Target:
 
 
 def known_run(name: str) -> "Run":
-    """Return the run by name, unique prefix, or `@last`. Raises NotFound."""
+    """Look up a run by name, unique prefix, or `@last`. Raises NotFound."""
     with open_store(readonly=True) as store:
         return store.run(name)
 
@@ -215,7 +215,7 @@ def listing(run: "Run", place: RunDir, warn: Warn) -> list[Target]:
         own = own_checkpoints(store, run)
     found: dict[str, list[Target]] = {}
     unread: OSError | None = None
-    # Shared tiers come first, because a node's own disk may have only a part.
+    # Shared tiers come first, because a node's own disk may hold only part of a checkpoint.
     for tier in sorted(visible_tiers(place), key=lambda tier: not tier.shared):
         try:
             entries, _ = tier.own_and_others(place, own)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def open_store(*, readonly: bool = False, create: bool = False) -> "Iterator[Store]":
-    """Open the registry. Raises NotFound if it does not exist, unless `create` allows creating it."""
+    """Open the registry. Raises NotFound if it does not exist and `create` is false."""
     # sqlalchemy: imported only by verbs that need the whole registry
     from orchestrator.registry.run_record import write_records
     from orchestrator.registry.store import Store

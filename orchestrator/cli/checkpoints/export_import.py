@@ -54,7 +54,7 @@ def export(
     `torch.load(weights_only=True)`, with `model`, `step`, `extra`, and with --with-optimizer `optimizer`.
     """
     if with_optimizer and to != "torch":
-        raise ConfigError("safetensors has no place for an optimizer", where="--with-optimizer", hint="--to torch")
+        raise ConfigError("safetensors cannot hold the optimizer state", where="--with-optimizer", hint="--to torch")
     folder = folder.expanduser()
     _require_folder(folder)
     before = (folder / _PROVENANCE).exists()

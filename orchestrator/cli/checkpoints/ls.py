@@ -186,8 +186,8 @@ def _mark_gone(screen: Screen, run: str, rows: dict[str, Row], *, is_command: bo
     if gone:
         steps = ", ".join(map(str, sorted(row["step"] for row in gone)[:_NAMED]))
         more = f" and {len(gone) - _NAMED} more" if len(gone) > _NAMED else ""
-        who = "the folder of the command does not have" if is_command else "no tier has"
-        words = f"{who} these checkpoints of {run} any more: {steps}{more}"
+        who = "the command's folder no longer has" if is_command else "no tier still has"
+        words = f"{who} these checkpoints of {run}: {steps}{more}"
         screen.warn("checkpoints_gone", words if is_command else f"{words}; {_describe_resume(rows, gone)}")
 
 

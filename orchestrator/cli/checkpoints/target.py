@@ -85,7 +85,7 @@ class Target:
 
     @property
     def pins(self) -> LocalStorage | None:
-        """Storage that holds the pins of its run's checkpoints; None without a run."""
+        """Storage that holds the pins of its run's checkpoints; None if it has no run."""
         return None if self.run_dir is None else LocalStorage(self.run_dir.checkpoints)
 
 
@@ -145,7 +145,7 @@ def _select_step(run: "Run", words: str, step: str, listed: list[Target]) -> lis
 
 
 def _name_of_best(run: "Run") -> str:
-    """Return the name of a run's best checkpoint. Raises ConfigError without a metric, NotFound without a value."""
+    """Return the name of the best checkpoint. Raises ConfigError if no metric is set, NotFound if none has a value."""
     place = RunDir(Path(run.run_dir))
     with open_store(readonly=True) as store:
         bad = [row.name for row in store.checkpoints(run.name) if row.trust in (Trust.CORRUPT, Trust.SUSPECT)]

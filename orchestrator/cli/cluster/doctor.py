@@ -214,7 +214,7 @@ def ask_slurm(command: list[str]) -> str:
 def slurm(
     root: Path | None, *, wanted: bool, jobs: Mapping[str, Resources], ask: CommandRunner = ask_slurm
 ) -> Iterator[Check]:
-    """Check Slurm's commands, whether it answers, its accounting, configuration and nodes.
+    """Check Slurm: its commands, whether it answers, and its accounting, configuration and nodes.
 
     `wanted`: whether the configuration names Slurm. `jobs`: node requirements by configuration name.
     """

@@ -129,7 +129,7 @@ def _clusters(store: Any, verb: str, name: str) -> list[str]:
             hint="nodes of a Slurm cluster can be excluded",
         )  # fmt: skip
     if not found and verb == RELEASE:
-        raise NotFound(f"no run has used a node {name}", hint="`orch nodes ls` lists the known nodes")
+        raise NotFound(f"no run has used node {name}", hint="`orch nodes ls` lists the known nodes")
     return found or [_find_cluster(name)]
 
 
@@ -145,14 +145,14 @@ def _find_cluster(name: str) -> str:
         reached |= has_node is not None and bool(make_instance(kind)())
     more = ", `sinfo -N` those of the cluster" if reached else ""
     raise NotFound(
-        f"no run has used a node {name}, and no Slurm here has it", hint=f"`orch nodes ls` lists those of runs{more}"
+        f"no run has used node {name}, and no Slurm here has it", hint=f"`orch nodes ls` lists those of runs{more}"
     )
 
 
 def _request_per_cluster(
     store: Any, verb: str, name: str, clusters: list[str], args: dict[str, Any]
 ) -> list[PendingRequest]:  # fmt: skip
-    """Record one request per cluster with this node, under a run of that cluster. Raises Precondition without a run."""
+    """Record one request per cluster with this node, under one of its runs. Raises Precondition if none has a run."""
     now, requests = time.time(), []
     for cluster in clusters:
         run = next((run for run in store.runs() if run.domain == cluster), None)

@@ -58,9 +58,9 @@ def demo(screen: Screen, words: tuple[str, ...], root: Path | None, timeout: flo
     ranks in place, and the run finishes. It takes about a minute on two cores. The exit code is 8 if the run does
     not recover.
 
-    `orch demo restore-test` trains without the kill and tests the run's checkpoints: one is restored on the same
-    ranks and on a single one, the newest is damaged on purpose and found CORRUPT, and the next older one is
-    restored. The exit code is 8 if a verdict is wrong.
+    `orch demo restore-test` trains without the kill and tests the run's checkpoints: one is restored on the same ranks
+    and on a single rank, the newest is damaged on purpose and found CORRUPT, and the next older one is restored. The
+    exit code is 8 if a verdict is wrong.
     """
     from orchestrator.near_words import nearest  # only for an error
 

@@ -27,7 +27,7 @@ def as_text(value: Any) -> str:
 
 
 MOST = 300
-"""Maximum number of characters in a sentence of a table with many runs."""
+"""Maximum number of characters in a sentence in a table of many runs."""
 
 
 def shorten_text(text: str) -> str:
@@ -72,8 +72,8 @@ def cell_width(text: str) -> int:
 def layout(cells: Cells, width: int) -> TableLayout:
     """Choose the columns: drop empty ones, then optional ones, until the text columns have room for some words.
 
-    A long text of the last column is printed below its row if the column is too narrow. If not even words fit there,
-    all its texts are.
+    A long text of the last column is printed below its row if the column is too narrow. If it cannot hold even a few
+    words, all its texts are printed below.
     """
     kept = [column for column, texts in cells.items() if not texts or any(text not in ("", "-") for text in texts)]
     kept = kept or list(cells)

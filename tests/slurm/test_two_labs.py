@@ -64,7 +64,7 @@ def _two_runs_one_without_a_controller(lab: SlurmLab, other: SlurmLab, user: Use
     assert there.run("controller", "tick").returncode == 0
     refused = there.run("wait", mine, "--timeout", "60")
     assert refused.returncode == 4, refused.stderr
-    assert f"no controller of {names[0]} runs" in refused.stderr
+    assert f"no controller for {names[0]} is running" in refused.stderr
     assert f"on a login node of {names[0]}" in refused.stderr
     assert [len(jobs(slurm, run)) for slurm in (lab, other) for run in (mine, theirs)] == [1, 0, 0, 1]
 

@@ -1,4 +1,4 @@
-"""Access to the registry and the controller, with late imports, and errors that name the command to type."""
+"""Access to the registry and the controller, with deferred imports, and errors that name the command to run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def open_store(*, readonly: bool = False, create: bool = False) -> "Iterator[Store]":
-    """Open the registry. Raises NotFound if it does not exist, unless this command may `create` it."""
+    """Open the registry. Raises NotFound if it does not exist and `create` is false."""
     # sqlalchemy: imported only by verbs that need the whole registry
     from orchestrator.registry.run_record import write_records
     from orchestrator.registry.store import Store
@@ -39,9 +39,9 @@ def _warn_of_record(words: str) -> None:
 
 
 def wake_controller(screen: Screen, kind: str, *, no_controller: bool) -> str:
-    """Make sure that a controller acts on the recorded request, or run one controller pass in this process.
+    """Make sure that a controller handles the recorded request, or run one controller pass in this process.
 
-    Returns why the scheduler did not answer this process; empty if it answered or a controller acts.
+    Returns why the scheduler did not answer this process; empty if it answered or a controller is handling the request.
     """
     from orchestrator.controller import service
 
@@ -51,7 +51,7 @@ def wake_controller(screen: Screen, kind: str, *, no_controller: bool) -> str:
         return ""
     report = service.tick_once(registry_path(), kind)
     if report is None:
-        screen.note("another controller holds the lease and will act")
+        screen.note("another controller holds the lease and will handle this")
         return ""
     return "; ".join(report.silence)
 

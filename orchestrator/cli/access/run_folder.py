@@ -21,7 +21,7 @@ from trainer.protocol.run_dir import RunDir
 
 T = TypeVar("T")
 ASK_WITHIN = 2.0
-"""Seconds to wait for a file system. A hung one must not block a status query."""
+"""Seconds to wait for a file system. A hung file system must not block a status query."""
 PUT_BACK = (
     "move it back or put a link there; or rebuild the registry from every folder that holds runs: "
     "`orch db rebuild --root FOLDER --root OTHER`"
@@ -55,7 +55,7 @@ def warn_of_lost_checkpoint(screen: Screen, view: RunView) -> None:
     if last is None or home != str(RunDir(Path(view.run_dir)).checkpoints):
         return
     if _is_folder(home) and _is_folder(path) is False:
-        listed = f"`orch ckpt ls {view.run}` shows which checkpoints are there"
+        listed = f"`orch ckpt ls {view.run}` shows which checkpoints remain"
         screen.warn("checkpoint_gone", f"the folder of step {last['step']} of {view.run} is gone; {listed}")
 
 
@@ -87,19 +87,19 @@ def _missing(run: str) -> str:
 
 
 START = "`orch controller start` starts one"
-"""Command to type if no controller runs."""
+"""Command to type if no controller is running."""
 TAKE_OVER = "`orch controller start` takes over once its lease has expired"
-"""Command to type while a controller stalls."""
+"""Command to type while a controller is stalled."""
 
 
 def controller_state(scheduler: str = "") -> LeaseState:
-    """Return whether a controller drives the runs of this scheduler (empty: of any), and if not, why."""
+    """Return whether a controller is driving this scheduler's runs (any runs if empty), and if not, why."""
     return displayed_state(fast_queries.lease(registry_path(), scheduler or None), time.time())
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunLocation:
-    """Scheduler of a run. `reached` is False only if this host reaches another cluster or no cluster."""
+    """A run's scheduler. `reached` is False only if this host can reach a different cluster or none at all."""
 
     run: str
     scheduler: str
@@ -113,7 +113,7 @@ class RunLocation:
         held = fast_queries.lease(registry_path(), self.scheduler)
         host = holder_host(held.holder) if held is not None else ""
         raise Precondition(
-            f"no controller of {self.scheduler} runs, and {self.run} cannot be served from this host",
+            f"no controller for {self.scheduler} is running, and {self.run} cannot be served from this host",
             where=f"the last one ran on {host}" if host else f"registry {registry_path()}",
             hint=f"type `orch controller start` {where_to_type(self.scheduler)}",
         )
@@ -126,7 +126,7 @@ def locate_run(run: str, kind: str, scheduler: str) -> RunLocation:
 
 
 def reaches(kind: str, scheduler: str) -> bool:
-    """Return whether this host reaches that scheduler. True also if this host's scheduler does not answer now."""
+    """Return whether this host can reach that scheduler. Also true if this host's scheduler is not answering now."""
     from orchestrator.scheduler.available_schedulers import kinds, make_instance
 
     if not scheduler:
@@ -137,7 +137,7 @@ def reaches(kind: str, scheduler: str) -> bool:
 
 
 def where_to_type(scheduler: str) -> str:
-    """Return the host on which commands reach this scheduler; empty if it is this host or unknown."""
+    """Return the host from which commands can reach this scheduler; empty if it is this host or unknown."""
     kind, _, host = scheduler.partition("@")
     if kind != LOCAL:
         return f"on a login node of {scheduler}" if scheduler else ""

@@ -17,12 +17,12 @@ _ELSEWHERE = "in a shell where `sinfo` answers (`export SLURM_CONF=FILE`), type 
 
 
 def read_live_contact(lease: Lease | None) -> SlurmContact | None:
-    """Return the Slurm contact of the live controller with this lease; None if there is none, or no report yet."""
+    """Return the Slurm contact of the controller with this lease; None if it is not alive or has not reported yet."""
     return read_contact(registry_path(), lease) if displayed_state(lease, time.time()).alive else None
 
 
 def silence_reason(lease: Lease | None) -> str:
-    """Return why a live controller gets no answer from its Slurm; empty if Slurm answers."""
+    """Return why a live controller gets no answer from Slurm; empty if Slurm answers."""
     contact = read_live_contact(lease)
     return contact.silence if contact is not None else ""
 
@@ -38,7 +38,7 @@ def unset_words(kind: str) -> str:
 def warn_of_silence(screen: Screen, kind: str, scheduler: str, here: str) -> bool:
     """Warn if a request is pending because its scheduler does not answer; return whether it is pending.
 
-    `here` is the error from this process's own controller pass; empty if a controller acts.
+    `here` is the error from this process's own controller pass; empty if a controller is handling it.
     """
     if here:
         words = f"{kind} does not answer from here ({here}{unset_words(kind)}): the request stands"

@@ -54,7 +54,7 @@ def export(
     `torch.load(weights_only=True)`, with `model`, `step`, `extra`, and with --with-optimizer `optimizer`.
     """
     if with_optimizer and to != "torch":
-        raise ConfigError("safetensors has no place for an optimizer", where="--with-optimizer", hint="--to torch")
+        raise ConfigError("safetensors cannot hold the optimizer state", where="--with-optimizer", hint="--to torch")
     folder = folder.expanduser()
     _require_folder(folder)
     before = (folder / _PROVENANCE).exists()
@@ -130,9 +130,9 @@ IMPORT_JSON = """
 @OVERRIDES
 @click.option("-n", "--name", default=None, help="Name of the run; orch adds a number.")
 @click.option("--cluster", type=ClusterKind(), default=None, help="Where to run; overrides cluster.kind.")
-@click.option("--weights-only", is_flag=True, help="Skip the optimizer's state: step 0, a fresh optimizer.")
+@click.option("--weights-only", is_flag=True, help="Skip the optimizer state: start at step 0 with a fresh optimizer.")
 @click.option("--no-controller", is_flag=True, help="Start no controller: launch from here and return.")
-@click.option("--dry-run", is_flag=True, help="Only check whether it fits; write and submit nothing.")
+@click.option("--dry-run", is_flag=True, help="Only check whether the weights fit; write and submit nothing.")
 @click.pass_obj
 def import_(
     screen: Screen, given: str, preset: str, overrides: tuple[str, ...], name: str | None, cluster: str | None,
@@ -140,10 +140,10 @@ def import_(
 ) -> None:  # fmt: skip
     """Submit a run that begins with the weights in DIR or FILE: from Hugging Face, an export, or a torch file.
 
-    They become the run's first checkpoint, verified like any other. Training starts at step 0 with a fresh
-    optimizer. An export with the optimizer's state continues at its step, but random generators, schedulers, buffers
-    of ranks other than the first and the workload's own state start again, and data that has a `state_dict` must have
-    a `seek(consumed)` too. `orch submit --from` continues bit for bit, also from a checkpoint's folder.
+    They become the run's first checkpoint, verified like any other. Training starts at step 0 with a fresh optimizer.
+    An export that includes the optimizer state continues at its step, but random generators, schedulers, buffers of
+    ranks other than the first and the workload's own state start afresh, and data that has a `state_dict` must also
+    have a `seek(consumed)`. `orch submit --from` continues bit for bit, even from a checkpoint's folder.
 
     Names, shapes and dtypes that do not fit are reported one by one, with the override that fixes them (exit code
     2). The exit code is 7 if the files are damaged.
@@ -177,7 +177,7 @@ def import_(
 
 
 def _find_weights(given: str) -> Path:
-    """Return the folder or file with weights. Raises NotFound, ConfigError for a URL or a checkpoint of orch."""
+    """Return the folder or file with weights. Raises NotFound, ConfigError for a URL or an orch checkpoint."""
     if "://" in given:
         hint = "download them first, then name the folder"
         raise ConfigError("weights must be in a folder or file on this machine", where=given, hint=hint)
@@ -201,8 +201,8 @@ def _show_import(screen: Screen, brought: dict[str, Any], launched: dict[str, An
         return
     how = "the exported optimizer state" if brought["optimizer"] else "a fresh optimizer"
     begins = f"step {brought['step']} with {how}"
-    restart = "random generators, schedulers and a workload's own state start again; "
-    restart += "`orch submit --from RUN@STEP` brings them"
+    restart = "random generators, schedulers and a workload's own state start afresh; "
+    restart += "`orch submit --from RUN@STEP` keeps them"
     for note in (*brought["notes"], *([restart] if brought["optimizer"] else [])):
         screen.note(f"  {note}")
     proof = f"; {count(brought['compared'])} match the fingerprints recorded at export" if brought["compared"] else ""

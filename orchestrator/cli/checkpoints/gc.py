@@ -1,11 +1,11 @@
-"""`orch ckpt gc` and `orch ckpt du`: debris of ended attempts and disk usage.
+"""`orch ckpt gc` and `orch ckpt du`: debris left by ended attempts, and disk usage.
 
 The registry decides whether a folder is debris. An ended attempt never comes back, nothing reads its uncommitted files,
 and deleting them twice is harmless. Deleting debris therefore needs no lease and does not disturb a controller. A tier
 to which jobs copy checkpoints is skipped while any attempt may be alive, because a live attempt copies earlier
-checkpoints under their names. This is checked before each file, because an attempt may begin at any time. A refused
-committed checkpoint is evidence. It is deleted only on request, only while no attempt of its run can be using it, and
-only under the lease, because the registry records the deletion.
+checkpoints under their original names. This is checked before each file is deleted, because an attempt may begin at any
+time. A refused committed checkpoint is evidence. It is deleted only on request, only while no attempt of its run can be
+using it, and only under the lease, because the registry records the deletion.
 """
 
 import shlex
@@ -43,7 +43,7 @@ DEBRIS, REFUSED = "debris", "refused"
 
 @dataclass(frozen=True, kw_only=True)
 class GcCandidate:
-    """A folder that is not a valid checkpoint: its kind, the reason for that, and the reason to keep it, if any."""
+    """A folder that is not a valid checkpoint, with its kind, the reason for that kind, and any reason to keep it."""
 
     run: str
     tier: Tier
@@ -83,16 +83,16 @@ GC_JSON = "list of {run, tier, path, name, bytes, what, done, reason}; done is `
 @click.option("--dry-run", is_flag=True, help="Print what would be deleted; delete nothing.")
 @click.option(
     "--refused", is_flag=True,
-    help="Also delete unpinned checkpoints that do not verify, of runs that are not live; needs a stopped controller.",
+    help="Also delete unpinned corrupt checkpoints of runs that are not live; the controller must be stopped.",
 )  # fmt: skip
 @click.pass_obj
 def gc(screen: Screen, runs: tuple[str, ...], everything: bool, dry_run: bool, refused: bool) -> int:
     """Delete half-written checkpoints of attempts that have ended.
 
-    It works on every tier that this machine sees. It never touches what a live attempt writes; for a run with a
+    It works on every tier that this machine can see. It never touches what a live attempt is writing; for a run with a
     live attempt it deletes nothing on the tiers that jobs copy to. It lists corrupt checkpoints and keeps them as
-    evidence, unless --refused is given. A run's next attempt also deletes what earlier jobs have left. The exit code is
-    4 if something could not be deleted.
+    evidence, unless --refused is given. A run's next attempt also deletes what earlier jobs left behind. The exit code
+    is 4 if something could not be deleted.
     """
     if bool(runs) == everything:
         what = "RUN and --all are mutually exclusive" if runs else "no run is given"
@@ -138,7 +138,7 @@ def _open_registry(*, locked: bool) -> "Iterator[tuple[Store, Lease | None]]":
 
 
 def gc_candidates(store: "Store", run: "Run", screen: Screen, *, refused: bool = False) -> list[GcCandidate]:
-    """Judge every folder of a run that is not a valid checkpoint. Warns about unreadable tiers and skips them."""
+    """Classify every folder of a run that is not a valid checkpoint. Warns about unreadable tiers and skips them."""
     found: list[GcCandidate] = []
     warn_of_missing(screen, run.name, run.run_dir)
     for tier in visible_tiers(RunDir(Path(run.run_dir))):
@@ -154,7 +154,7 @@ def _warn_unreadable(screen: Screen, run: "Run", tier: Tier, error: OSError) -> 
 
 
 def find_tier_candidates(store: "Store", run: "Run", tier: Tier, *, refused: bool = False) -> list[GcCandidate]:
-    """Judge every folder of a run in one tier that is not a valid checkpoint. Raises OSError."""
+    """Classify every folder in one tier of a run that is not a valid checkpoint. Raises OSError."""
     return [*_half_written(store, run, tier), *_corrupt(store, run, tier, refused)]
 
 
@@ -210,7 +210,7 @@ def _corrupt(store: "Store", run: "Run", tier: Tier, refused: bool) -> Iterator[
             continue
         keep = "it is pinned" if entry.name in pinned else busy
         if not keep:
-            keep = _still_good(tier, entry.name) if refused else f"evidence, until --refused: {bad[entry.name]}"
+            keep = _still_good(tier, entry.name) if refused else f"evidence, kept without --refused: {bad[entry.name]}"
         yield GcCandidate(
             run=run.name, tier=tier, name=entry.name, bytes=entry.bytes, what=REFUSED, reason=bad[entry.name], keep=keep
         )  # fmt: skip
@@ -219,7 +219,7 @@ def _corrupt(store: "Store", run: "Run", tier: Tier, refused: bool) -> Iterator[
 def _may_live(run: "Run", attempts: "Sequence[Attempt]") -> bool:
     """Return whether an attempt of the run may still read its checkpoints.
 
-    A LOST attempt may read them until a later attempt was allowed or the run has ended.
+    A LOST attempt may read them until a later attempt is allowed or the run ends.
     """
     if any(attempt.state in LIVE_ATTEMPTS for attempt in attempts):
         return True
@@ -227,7 +227,7 @@ def _may_live(run: "Run", attempts: "Sequence[Attempt]") -> bool:
 
 
 def _still_good(tier: Tier, name: str) -> str:
-    """Return why a refused copy is kept. If it verifies now, another copy was bad, or a read failed temporarily."""
+    """Return why to keep a refused copy that verifies now (another copy was bad, or a read failed); else empty."""
     bad = {fault.file for fault in verify_checkpoint(tier.storage, name, 2).faults}
     if not bad:
         return "its bytes are intact"
@@ -253,7 +253,7 @@ def _delete(screen: Screen, store: "Store", lease: "Lease | None", item: GcCandi
 
 
 def _fence(store: "Store", run: "Run", lease: "Lease | None", item: GcCandidate) -> Callable[[], bool]:
-    """Return the check before each deletion. Debris must be unused; a committed checkpoint needs our lease."""
+    """Return the check made before each deletion: debris must be unused; a committed checkpoint needs our lease."""
 
     def is_unused() -> bool:
         parts = parse_name(item.name)
@@ -270,9 +270,9 @@ def _fence(store: "Store", run: "Run", lease: "Lease | None", item: GcCandidate)
 @click.argument("runs", metavar="[RUN...]", nargs=-1)
 @click.pass_obj
 def du(screen: Screen, runs: tuple[str, ...]) -> None:
-    """Print the bytes of checkpoints by run, tier and trust; without RUN, of every run.
+    """Print checkpoint sizes by run, tier and trust; without RUN, for every run.
 
-    TRUST is `debris` for half-written folders. GC FREES is the size that `orch ckpt gc` would delete.
+    TRUST is `debris` for half-written folders. GC FREES is the amount that `orch ckpt gc` would free.
     """
     with open_store(readonly=True) as store:
         chosen = [store.run(name) for name in runs] if runs else store.runs()

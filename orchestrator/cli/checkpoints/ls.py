@@ -53,10 +53,10 @@ def pin(screen: Screen, target: str, note: str) -> None:
 @click.argument("target", metavar="RUN@STEP")
 @click.pass_obj
 def unpin(screen: Screen, target: str) -> None:
-    """Return a checkpoint to retention.
+    """Make a checkpoint subject to retention again.
 
-    It removes every pin, including those of deleted checkpoints and of commands that were killed on another host.
-    The exit code is 3 if the checkpoint is not pinned.
+    It removes every pin, including pins on deleted checkpoints and those left by commands that were killed on another
+    host. The exit code is 3 if the checkpoint is not pinned.
     """
     storage, names = _find_pins(target)
     if not names:
@@ -107,12 +107,12 @@ number} | null}
 @click.option("-a", "--all", "everything", is_flag=True, help="List deleted checkpoints too.")
 @click.pass_obj
 def ls(screen: Screen, run: str, everything: bool) -> None:
-    """List the checkpoints of a run, newest first, with the trust in each.
+    """List the checkpoints of a run, newest first, with the trust level of each.
 
     TRUST is WRITING, COMMITTED, VERIFIED, RESTORED (a run has resumed from it, or a restore test has restored it),
-    SUSPECT, CORRUPT or DELETED. BEST is the number that `checkpoint.best` compares, VERIFIED the result of `orch
-    ckpt verify`. TESTED names the layouts on which a restore test has restored it. A checkpoint that was removed
-    from every tier by hand is listed as `gone`, with a warning.
+    SUSPECT, CORRUPT or DELETED. BEST is the number that `checkpoint.best` compares, and VERIFIED is the result of `orch
+    ckpt verify`. TESTED names the layouts on which a restore test has restored the checkpoint. A checkpoint that was
+    removed from every tier by hand is listed as `gone`, with a warning.
     """
     found = known_run(run)
     with open_store(readonly=True) as store:
@@ -126,7 +126,7 @@ def ls(screen: Screen, run: str, everything: bool) -> None:
     for row in rows.values() if is_command else ():
         row["tiers"] += [os.path.dirname(row["path"])] if os.path.lexists(row["path"]) else []
     on_nodes = config is not None and any(not tier.shared for tier in config.checkpoint.tiers)
-    # Without the folder its content is unknown; the warning above says so.
+    # Without the folder, its contents are unknown; the warning above says so.
     if _add_places(screen, rows, tiers, place, own) and Path(found.run_dir).is_dir() and not on_nodes:
         _mark_gone(screen, found.name, rows, is_command=is_command)
     _add_verdicts(rows, tiers)
@@ -173,7 +173,7 @@ def _add_places(screen: Screen, rows: dict[str, Row], tiers: list[Tier], place: 
             fresh = _row(entry, Trust.COMMITTED, path, "not yet in the registry")
             rows.setdefault(entry.name, fresh)["tiers"].append(tier.label)
         if others:
-            screen.note(f"{tier.label}: left out, {len(others)} of another run with the name {place.name}")
+            screen.note(f"{tier.label}: checkpoints of another run named {place.name} are left out ({len(others)})")
     return answered
 
 
@@ -186,13 +186,13 @@ def _mark_gone(screen: Screen, run: str, rows: dict[str, Row], *, is_command: bo
     if gone:
         steps = ", ".join(map(str, sorted(row["step"] for row in gone)[:_NAMED]))
         more = f" and {len(gone) - _NAMED} more" if len(gone) > _NAMED else ""
-        who = "the folder of the command does not have" if is_command else "no tier has"
-        words = f"{who} these checkpoints of {run} any more: {steps}{more}"
+        who = "the command's folder no longer has" if is_command else "no tier still has"
+        words = f"{who} these checkpoints of {run}: {steps}{more}"
         screen.warn("checkpoints_gone", words if is_command else f"{words}; {_describe_resume(rows, gone)}")
 
 
 def _describe_resume(rows: dict[str, Row], gone: list[Row]) -> str:
-    """Describe the checkpoint that a resume loads. Not for a `command:`, whose program chooses it."""
+    """Describe the checkpoint that a resume would load. Not for a `command:` run, whose program chooses it."""
     left = [row["step"] for row in rows.values() if row["tiers"] and row["trust"] not in _NOT_RESUMED]
     if left:
         return f"a resume goes back to step {max(left)}"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Warn = Callable[[str, str], None]
 """Warning callback with the signature of `Screen.warn`: a code and a message."""
 
-WAYS_TO_STORES = "credentials come from the environment; s3:// places need: pip install 'orch[s3]'"
+WAYS_TO_STORES = "credentials come from the environment; s3:// locations need: pip install 'orch[s3]'"
 WAYS = (
     "write RUN@500, RUN@latest, RUN@all, RUN@best (by checkpoint.best.metric), "
     "or the path or URL of a checkpoint's folder"
@@ -85,7 +85,7 @@ class Target:
 
     @property
     def pins(self) -> LocalStorage | None:
-        """Storage that holds the pins of its run's checkpoints; None without a run."""
+        """Storage that holds the pins of its run's checkpoints; None if it has no run."""
         return None if self.run_dir is None else LocalStorage(self.run_dir.checkpoints)
 
 
@@ -99,7 +99,7 @@ def split_target(words: str) -> tuple[str, str]:
 
 
 def saving_run(name: str) -> "Run":
-    """Return the run by name, unique prefix, or `@last`. Raises NotFound, and ConfigError for a restore test."""
+    """Look up a run by name, unique prefix, or `@last`. Raises NotFound, and ConfigError for a restore test."""
     run = known_run(name)
     if (order := run.identity.get("restore_test")) is not None:
         tested = f"{order['run']}@{order['step']}"
@@ -145,7 +145,7 @@ def _select_step(run: "Run", words: str, step: str, listed: list[Target]) -> lis
 
 
 def _name_of_best(run: "Run") -> str:
-    """Return the name of a run's best checkpoint. Raises ConfigError without a metric, NotFound without a value."""
+    """Return the name of the best checkpoint. Raises ConfigError if no metric is set, NotFound if none has a value."""
     place = RunDir(Path(run.run_dir))
     with open_store(readonly=True) as store:
         bad = [row.name for row in store.checkpoints(run.name) if row.trust in (Trust.CORRUPT, Trust.SUSPECT)]
@@ -156,7 +156,7 @@ def _name_of_best(run: "Run") -> str:
         what = f"{run.name} has no checkpoint.best.metric, so no checkpoint is the best"
         raise ConfigError(what, where=run.run_dir, hint=hint)
     if not found.names:
-        raise NotFound(f"no checkpoint of {run.name} has the number {found.metric} yet", where=run.run_dir, hint=hint)
+        raise NotFound(f"no checkpoint of {run.name} has a value for {found.metric} yet", where=run.run_dir, hint=hint)
     return found.names[0]
 
 
@@ -166,7 +166,7 @@ def find_one(words: str, warn: Warn) -> Target:
 
 
 def known_run(name: str) -> "Run":
-    """Return the run by name, unique prefix, or `@last`. Raises NotFound."""
+    """Look up a run by name, unique prefix, or `@last`. Raises NotFound."""
     with open_store(readonly=True) as store:
         return store.run(name)
 
@@ -215,7 +215,7 @@ def listing(run: "Run", place: RunDir, warn: Warn) -> list[Target]:
         own = own_checkpoints(store, run)
     found: dict[str, list[Target]] = {}
     unread: OSError | None = None
-    # Shared tiers come first, because a node's own disk may have only a part.
+    # Shared tiers come first, because a node's own disk may hold only part of a checkpoint.
     for tier in sorted(visible_tiers(place), key=lambda tier: not tier.shared):
         try:
             entries, _ = tier.own_and_others(place, own)

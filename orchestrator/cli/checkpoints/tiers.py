@@ -99,7 +99,7 @@ def _locate_tier(place: RunDir, config: TierConfig, *, is_copy_target: bool) -> 
     try:
         tier = resolve_tier(config, place.checkpoints, place.name, socket.gethostname())
     except (ImportError, ValueError) as error:
-        missing = f"a library is missing ({error}); for s3:// places: pip install 'orch[s3]'"
+        missing = f"a library is missing ({error}); for s3:// locations: pip install 'orch[s3]'"
         storage = UnreachableStorage(missing if isinstance(error, ImportError) else str(error))
         return [Tier(config.path, Catalog(config.path, storage), config.shared, is_copy_target)]
     if tier.path == str(place.checkpoints.absolute()):
@@ -125,7 +125,7 @@ def missing_files(storage: Storage, name: str) -> tuple[frozenset[str], int]:
 
 @dataclass(frozen=True, kw_only=True)
 class BestCheckpoints:
-    """The metric of a run's checkpoints by name, and the names of the best ones, best first."""
+    """The metric of a run's checkpoints, keyed by name, and the names of the best ones, best first."""
 
     metric: str = ""
     numbers: dict[str, float] = field(default_factory=dict)

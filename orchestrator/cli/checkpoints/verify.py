@@ -1,4 +1,4 @@
-"""`orch ckpt verify`, at four levels, and `orch ckpt diff`, by tensor and by configuration."""
+"""`orch ckpt verify`, at levels 0 to 4, and `orch ckpt diff`, by tensor and by configuration."""
 
 import os
 import time
@@ -31,7 +31,7 @@ SHOWN_FAULTS, SHOWN_TENSORS = 20, 40
 
 
 def prepare() -> None:
-    """Use one thread, since a login node is shared and has few cores for many; silence NumPy's warning."""
+    """Use one thread, because many users share a login node's few cores; silence torch's warning about NumPy."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
 
@@ -47,7 +47,7 @@ missing and therefore not checked
 @click.argument("target", metavar="RUN[@STEP]|FOLDER")
 @click.option(
     "--level", type=click.IntRange(0, 4), metavar="N", default=2, show_default=True,
-    help="0: COMMIT, manifest, names and sizes of files. 1: also a sample of the chunks, with both ends of every file. "
+    help="0: COMMIT, manifest, file names and sizes. 1: also a sample of the chunks, with both ends of every file. "
     "2: every chunk. 3: also metadata, index and tensor headers against each other (holes, overlaps, shapes, dtypes), "
     "and unlisted files. 4: also every value: fingerprints, NaN in trained parameters, random generators.",
 )  # fmt: skip
@@ -56,10 +56,11 @@ missing and therefore not checked
 def verify(screen: Screen, target: str, level: int, copies: bool) -> int:
     """Compare a checkpoint's bytes with the digests taken when it was written.
 
-    Without @STEP it verifies the newest checkpoint, with `@all` every one. The exit code is 7 if there is any fault,
-    else 4 if storage does not answer or a file cannot be read now. Faults name file, chunk and tensors if possible.
+    Without @STEP it verifies the newest checkpoint; with `@all`, every checkpoint. The exit code is 7 if there is any
+    fault, else 4 if storage does not answer or a file cannot be read now. Faults name the file, chunk and tensors where
+    possible.
 
-    From level 2 on the result is recorded: `orch ckpt ls` shows it, and retention never counts a bad copy as a
+    From level 2 up, the result is recorded: `orch ckpt ls` shows it, and retention never counts a bad copy as a
     substitute. Levels 3 and 4 import torch and read files twice. On a node's own disk (`shared: false`) only
     the files on that disk are verified, up to level 2.
     """
@@ -89,7 +90,7 @@ def _verify_one(screen: Screen, target: Target, level: int) -> dict[str, Any]:
     if not report.ok and target.run is not None:
         require_there(target)  # a checkpoint that its run has just deleted is not faulty
     rate = report.bytes / report.seconds / 1024**3 if report.seconds > 0 else 0.0
-    # Files that cannot be read now do not prove a fault of the checkpoint.
+    # A file that cannot be read now does not prove that the checkpoint is faulty.
     unreadable = not report.ok and all(fault.is_unreadable for fault in report.faults)
     word = "UNREADABLE" if unreadable else "VALID" if report.ok else "INVALID"
     read = f"{size(report.bytes)} in {report.seconds:.2f} s, {rate:.2f} GiB/s" if report.level else "sizes only"
@@ -113,15 +114,15 @@ def _verify_one(screen: Screen, target: Target, level: int) -> dict[str, Any]:
 
 def _report(target: Target, level: int, meter: Any) -> Report:
     """Verify a checkpoint, or the part of it that this node has. Raises OSError if its storage does not answer."""
-    # The verification reports other faults of COMMIT.
+    # The verification reports other faults in COMMIT.
     with suppress(ManifestError, FileNotFoundError, NotADirectoryError, IsADirectoryError):
         read_commit(target.storage, target.name)
     absent, total = (frozenset(), 0) if target.shared else missing_files(target.storage, target.name)
     if absent:
-        # Structure and values need all files.
+        # Checking structure and values needs all files.
         report = verify_checkpoint(target.storage, target.name, min(level, 2), meter)
         faults = tuple(fault for fault in report.faults if fault.file not in absent)
-        notes = [f"{len(absent)} of {total} files, which other nodes have: not checked"]
+        notes = [f"{len(absent)} of {total} files are on other nodes: not checked"]
         notes += ["structure and values (levels 3 and 4), which need every file: not checked"] if level > 2 else []
         return replace(report, ok=not faults, faults=faults, notes=tuple(notes))
     if level < 3:
@@ -168,25 +169,25 @@ relative, changed, dtype, shape}], config: [{key, first, second}]}
 @click.command("diff", cls=Verb, json_data=DIFF_JSON)
 @click.argument("first", metavar="FIRST")
 @click.argument("second", metavar="SECOND")
-@click.option("-a", "--all", "everything", is_flag=True, help="List all tensors, equal ones too.")
+@click.option("-a", "--all", "everything", is_flag=True, help="List all tensors, including equal ones.")
 @click.pass_obj
 def diff(screen: Screen, first: str, second: str, everything: bool) -> None:
-    """Compare two checkpoints: RUN@STEP each, or folders.
+    """Compare two checkpoints, each given as RUN@STEP or as a folder.
 
     Tensors with equal fingerprints are not read (`equal by fingerprint`; an even number of changed signs in 4- or
-    8-byte floats is not seen). The others are verified as they are read (exit code 7). For them it prints the
-    largest difference of a value, the norm of the difference relative to the larger norm, and the share of values
-    that changed, largest relative difference first.
+    8-byte floats goes unnoticed). The others are verified as they are read (exit code 7 if damaged). For each of them
+    it prints the largest difference between two values, the norm of the difference relative to the larger norm, and the
+    share of values that changed. The largest relative difference comes first.
 
-    It also prints how many tensors of each part (`model`, `optimizer`) are equal, and the keys in which the
-    configurations of two runs differ. The exit code is 0 whether or not they differ.
+    It also prints how many tensors of each part (`model`, `optimizer`) are equal, and the configuration keys in which
+    the two runs differ. The exit code is 0 whether or not they differ.
     """
     left, right = find_one(first, screen.warn), find_one(second, screen.warn)
     with kept_while_read(left, right):
         found = _compare_targets(screen, left, right)
     changed = [item for item in found if not item.equal]
     parts, settings = _parts(found), _changed_settings(left, right)
-    # Lists are cut on a terminal only.
+    # Lists are shortened only on a terminal.
     shown = found if everything else changed[:SHOWN_TENSORS] if screen.terminal else changed
     rows = [_diff_row(item) for item in shown]
     if screen.json:
@@ -231,7 +232,7 @@ def _compare_targets(screen: Screen, left: Target, right: Target) -> Sequence[Te
 
 
 def _part(key: str) -> str:
-    """Return the first part of a key, such as `model/`. Keys of foreign files may use dots."""
+    """Return the first part of a key, such as `model/`. Keys in foreign files may use dots."""
     return key.replace(".", "/").partition("/")[0]
 
 
@@ -283,7 +284,7 @@ _DIFF_COLUMNS = [
 
 
 def _changed_settings(left: Target, right: Target) -> list[dict[str, Any]]:
-    """Return the keys in which the configurations of the two runs differ; empty if one is unknown."""
+    """Return the configuration keys in which the two runs differ; empty if a configuration is unknown."""
     from orchestrator.config import compose  # imports omegaconf, which is also slow
     from orchestrator.config.redaction import redacted_value
 

@@ -27,12 +27,12 @@ from orchestrator.states import LIVE_RUNS
 from trainer.protocol.config_sections.scheduler_kinds import choices
 
 ALIVE_WITHIN = 30.0
-"""Seconds in which a new controller must acquire the lease."""
+"""Seconds within which a new controller must acquire the lease."""
 LOOK_EVERY = 0.1
 
 
 def start_controller(screen: Screen, kind: str) -> tuple[bool, Health]:
-    """Start a controller for this kind of scheduler unless one is alive. Raises Precondition if none becomes alive.
+    """Start a controller for this kind of scheduler unless one is alive. Raises Precondition if none comes up.
 
     Returns whether this command started it, and its health.
     """
@@ -41,11 +41,11 @@ def start_controller(screen: Screen, kind: str) -> tuple[bool, Health]:
     key = lease_key(kind)
     before = controller_state(key)
     if before.stalled:
-        screen.note(f"{before.reason}: the new one waits until its lease has expired, a minute at most")
+        screen.note(f"{before.reason}: the new one waits until the old lease has expired, a minute at most")
     deadline = time.monotonic() + ALIVE_WITHIN + (LEASE_TTL if before.stalled or before.once else 0.0)
     while not controller_state(key).stays:
         if time.monotonic() >= deadline:
-            what = f"the controller was started, but took no lease within {ALIVE_WITHIN:.0f} s"
+            what = f"the controller was started, but did not take the lease within {ALIVE_WITHIN:.0f} s"
             hint = "see that file for the reason; `orch controller run` runs one in the foreground"
             raise Precondition(what, where=str(controller_log()), hint=hint)
         time.sleep(LOOK_EVERY)
@@ -75,7 +75,7 @@ def run(screen: Screen, idle_exit: float | None, cluster: str) -> None:
     # The daemon reports its actions by logging; in the foreground the log goes to the terminal.
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     kind = resolve(cluster)
-    screen.if_interrupted = lambda: "interrupted: no controller runs here; the jobs continue"
+    screen.if_interrupted = lambda: "interrupted: no controller is running here; the jobs continue"
     screen.note(f"controller for {registry_path()}, {kind}; Ctrl-C ends it, the runs continue")
     service.run_daemon(registry_path(), idle_exit, kind)
 
@@ -92,8 +92,8 @@ def start(screen: Screen, cluster: str) -> None:
     Without `--cluster` it starts one for each reachable cluster with live runs. Without live runs it starts one for
     the cluster of the newest run, or else for the Slurm cluster that this host can reach, or for its local jobs.
 
-    It returns when the controller has taken over; a stalled one is replaced within a minute. The exit code is 4 if
-    the controller did not start; its log has the reason.
+    It returns when the controller has taken over; a stalled controller is replaced within a minute. The exit code is 4
+    if the controller did not start; its log gives the reason.
     """
     found = [start_controller(screen, kind) for kind in _kinds_to_start(cluster)]
     if screen.json:
@@ -121,8 +121,8 @@ def _kinds_to_start(cluster: str) -> list[str]:
 def tick(screen: Screen) -> int:
     """Make one pass over the runs of this host and its Slurm cluster; do nothing if a controller is alive.
 
-    Use it in cron. It replaces a stalled controller once its lease has expired, a minute at most, or reports why it
-    cannot (exit code 4). The exit code is 5 if a scheduler did not answer: its runs are unchanged.
+    It is meant for cron. It replaces a stalled controller once its lease has expired, which takes a minute at most, or
+    reports why it cannot (exit code 4). The exit code is 5 if a scheduler did not answer; its runs are then unchanged.
     """
     screen.if_interrupted = lambda: "interrupted: the next pass continues where this one stopped"
     report, stalled = _pass()
@@ -131,7 +131,7 @@ def tick(screen: Screen) -> int:
     if screen.json:
         screen.data("controller.tick", {"acted": report is not None, "report": _plain(report)})
     elif report is None and not stalled:
-        screen.note("another controller holds the lease and acts")
+        screen.note("another controller holds the lease and is active")
     elif report is not None:
         screen.say(f"{report.live} live runs")
         silent = (f"{kind} does not answer: nothing is assumed" for kind in report.unreachable)
@@ -145,7 +145,7 @@ def tick(screen: Screen) -> int:
 def _pass() -> tuple[TickReport | None, str]:
     """Run a pass for each kind of scheduler here and merge the reports; None if controllers are alive for all of them.
 
-    Also returns why a scheduler has no controller that acts; empty if all have one.
+    Also returns why a scheduler has no working controller; empty if all have one.
     """
     reports = {kind: service.tick_once(registry_path(), kind) for kind in kinds()}
     acted = [report for report in reports.values() if report is not None]
@@ -155,7 +155,7 @@ def _pass() -> tuple[TickReport | None, str]:
 
 
 STATUS_JSON = """
-the newest controller, and under controllers all of them, each with silence: the reason why its Slurm does not answer
+the newest controller, and under controllers all of them, each with silence: the reason why Slurm does not answer it
 """
 
 
@@ -191,7 +191,7 @@ def status(screen: Screen) -> None:
 @controller.command("stop")
 @click.pass_obj
 def stop(screen: Screen) -> None:
-    """Stop this host's controllers; runs continue, but nothing restarts them until one is started again.
+    """Stop this host's controllers; runs continue, but nothing restarts them until a controller is started again.
 
     The exit code is 4 if the controller runs on another host.
     """
@@ -201,7 +201,7 @@ def stop(screen: Screen) -> None:
 
 
 @controller.command("install")
-@click.option("--via", type=click.Choice(["cron", "scrontab"]), required=True, help="Use this table of timed jobs.")
+@click.option("--via", type=click.Choice(["cron", "scrontab"]), required=True, help="Table of scheduled jobs to use.")
 @click.option("--every", type=click.IntRange(1, 59), default=1, show_default=True, metavar="MINUTES", help="How often.")
 @click.option("--print", "only_print", is_flag=True, help="Only print the line.")
 @click.option("--remove", is_flag=True, help="Remove the line.")

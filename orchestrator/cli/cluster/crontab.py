@@ -36,7 +36,7 @@ def lines(via: str, every: int) -> list[str]:
 
 
 def _search_paths() -> dict[str, str]:
-    """Return the variables needed to find Slurm; cron sets only a PATH of two folders."""
+    """Return the variables needed to find Slurm; cron sets only a PATH with two folders."""
     folders = dict.fromkeys(name for name in os.environ.get("PATH", "").split(":") if os.path.isdir(name))
     names = ("SLURM_CONF", "SLURM_CLUSTERS", "LD_LIBRARY_PATH")
     others = {name: os.environ[name] for name in names if os.environ.get(name)}

@@ -56,7 +56,7 @@ MARKS = {OK: "ok  ", INFO: "note", WARN: "warn", FAIL: "FAIL"}
 
 @dataclass(frozen=True)
 class Check:
-    """Result of a check. `fail` must be fixed before runs can continue; `warn` is worth knowing."""
+    """Result of a check. A `fail` must be fixed before runs can continue; a `warn` is worth knowing about."""
 
     name: str
     level: str
@@ -72,7 +72,7 @@ def python(version: tuple[int, ...] = sys.version_info[:3]) -> Check:
 
 
 def packages() -> Iterator[Check]:
-    """Check the installed versions by their metadata, without importing the packages."""
+    """Check the installed versions in the package metadata, without importing the packages."""
     missing, found = [], {}
     for name, least in NEEDED.items():
         try:
@@ -108,15 +108,15 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def state_folder() -> Check:
-    """Check that `ORCH_HOME` can be written, or created."""
-    hint = "set ORCH_HOME to a folder that you may write"
+    """Check that `ORCH_HOME` can be written to, or created."""
+    hint = "set ORCH_HOME to a folder that you may write to"
     try:
         home = state_home()
     except OSError as error:
         return Check("state", FAIL, f"{error.filename}: {error.strerror}", hint)
     there, trouble = _probe(home)
     if trouble:
-        what = "written" if there == home else f"created in {there}"
+        what = "written to" if there == home else f"created in {there}"
         return Check("state", FAIL, f"state folder {home} cannot be {what}: {trouble}", hint)
     if there != home:
         return Check("state", OK, f"state folder {home}; it will be created")
@@ -155,8 +155,8 @@ def run_folder(root: Path | None) -> Iterator[Check]:
         return
     there, trouble = _probe(root)
     if trouble:
-        hint = "choose a folder that you may write: cluster.root=FOLDER"
-        yield Check("root", FAIL, f"run folder {root} cannot be written: {trouble} ({there})", hint)
+        hint = "choose a folder that you may write to: cluster.root=FOLDER"
+        yield Check("root", FAIL, f"run folder {root} cannot be written to: {trouble} ({there})", hint)
         return
     disk, inodes, mount = shutil.disk_usage(there), os.statvfs(there), file_systems.find_mount(there)
     text = f"run folder {root} ({mount.kind if mount else 'unknown file system'}, {size(disk.free)} free)"
@@ -165,7 +165,7 @@ def run_folder(root: Path | None) -> Iterator[Check]:
         hint = weak.closing() or "cluster.shared_root=true uses it anyway, or cluster.root=FOLDER names another"
         yield Check("root", WARN, f"`orch submit` refuses this folder: {weak}", hint)
     if disk.free < _LITTLE:
-        hint = "free some space, or cluster.root=FOLDER on another disk"
+        hint = "free some space, or set cluster.root=FOLDER on another disk"
         yield Check("root", WARN, f"only {size(disk.free)} free for checkpoints", hint)
     if inodes.f_files and inodes.f_ffree < inodes.f_files * 0.02:
         hint = "remove small files, or set checkpoint.files=node, which writes fewer"
@@ -214,9 +214,9 @@ def ask_slurm(command: list[str]) -> str:
 def slurm(
     root: Path | None, *, wanted: bool, jobs: Mapping[str, Resources], ask: CommandRunner = ask_slurm
 ) -> Iterator[Check]:
-    """Check Slurm's commands, whether it answers, its accounting, configuration and nodes.
+    """Check Slurm: its commands, whether it answers, and its accounting, configuration and nodes.
 
-    `wanted`: the configuration names Slurm. `jobs`: node requirements by configuration name.
+    `wanted`: whether the configuration names Slurm. `jobs`: node requirements by configuration name.
     """
     missing = [name for name in COMMANDS if shutil.which(name) is None]
     if len(missing) == len(COMMANDS):
@@ -224,7 +224,7 @@ def slurm(
         yield Check("slurm", level, "no Slurm on this machine: runs go to simulated nodes here (local)", hint)
         return
     if missing:
-        yield Check("slurm", FAIL, f"Slurm is here without {', '.join(missing)}", "put Slurm's bin folder on PATH")
+        yield Check("slurm", FAIL, f"Slurm is installed without {', '.join(missing)}", "put Slurm's bin folder on PATH")
         return
     if (named := os.environ.get("SLURM_CONF")) and not os.path.isfile(named):
         hint = "unset SLURM_CONF, or name the file with Slurm's configuration"
@@ -244,8 +244,8 @@ def slurm(
         yield demand(source, asked, ask, wanted=wanted)
     mount = file_systems.find_mount(_nearest(root)) if root is not None else None
     if mount is not None and mount.is_local:
-        text = f"{root} is on a file system of this host alone; compute nodes may not see it"
-        hint = "cluster.root=FOLDER on the shared file system; `orch doctor --root FOLDER` looks at one"
+        text = f"{root} is on a file system local to this host; compute nodes may not see it"
+        hint = "set cluster.root=FOLDER on the shared file system; `orch doctor --root FOLDER` checks it"
         yield Check("root", WARN, text, hint)
 
 
@@ -276,7 +276,7 @@ def demand(source: str, asked: Resources, ask: CommandRunner, *, wanted: bool) -
     default = next((name for name, is_default in partitions.items() if is_default), "")
     missing = [name for name in filter(None, asked.partition.split(",")) if name not in partitions]
     if missing or not (asked.partition or default):
-        which = f"partition {missing[0]}, which does not exist" if missing else "no partition, and there is no default"
+        which = f"partition {missing[0]}, which does not exist" if missing else "no partition, and Slurm has no default"
         change = f"cluster.partition={default or next(iter(partitions), 'NAME')}"
         text = f"{source} names {which}; available: {', '.join(partitions)}"
     elif (short := shortfall(asked, nodes)) is not None:
@@ -294,13 +294,13 @@ def promises(settings: Mapping[str, str]) -> Iterator[Check]:
     lead = f"{wait} s" if wait is not None else "an unknown time"
     yield Check("stop", OK, f"KillWait {lead}: the time that a job has to save after SIGTERM; --signal extends it")
     if wait is not None and wait < 10:
-        hint = "cluster.signal_lead=300 leaves five minutes for a save, in ~/.config/orch/config.yaml or at submit"
+        hint = "cluster.signal_lead=300, in ~/.config/orch/config.yaml or at submit, leaves five minutes for a save"
         yield Check("stop", WARN, "that is short: saves that take longer rely on cluster.signal_lead", hint)
     if not timeout:
         text = "SlurmdTimeout is 0: Slurm never gives up on a silent node, so only heartbeats reveal a failure"
         yield Check("node failure", WARN, text)
     else:
-        text = f"a dead node is seen after SlurmdTimeout {timeout} s; then a new job, without it"
+        text = f"a dead node is noticed after SlurmdTimeout {timeout} s; then a new job runs without it"
         yield Check("node failure", OK, text)
     yield _preemption(settings)
     requeue = settings.get("JobRequeue", "?")
@@ -384,7 +384,7 @@ def _cluster(source: str, found: list[Check]) -> dict[str, Any]:
 
 
 def _jobs(source: str) -> dict[str, Resources]:
-    """Return the resources of this configuration's run by its name; empty if Slurm is not available here."""
+    """Return this configuration's job resources, keyed by its name; empty if Slurm is not available here."""
     if SLURM not in kinds():
         return {}
     try:

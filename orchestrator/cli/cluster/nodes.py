@@ -30,7 +30,7 @@ def ls(screen: Screen) -> None:
     """List every node: attempts, failures, until when it is excluded, by whom and why.
 
     FAILURES counts failures that the node may have caused. LAST SEEN is `never` if no attempt ran on it. BY is `person`
-    or `orch`. docs/watching.md has the rules by which orch excludes nodes.
+    or `orch`. docs/watching.md gives the rules by which orch excludes nodes.
     """
     now = time.time()
     with open_store(readonly=True) as store:
@@ -75,9 +75,9 @@ def _row(node: Any, now: float) -> dict[str, Any]:
 def exclude(screen: Screen, names: tuple[str, ...], seconds: float | None, why: str, no_controller: bool) -> int:
     """Keep jobs away from nodes: queued jobs, and jobs of any run that are submitted from now on.
 
-    NODE is a name or a host list (gpu[003,017]) of at most 100000 nodes. Running jobs keep their nodes. orch obeys
-    even if too few nodes remain for a job; Slurm then gives the reason. The exit code is 3 for a node that
-    neither a run nor Slurm has, 4 if nothing was submitted to its cluster yet or the node is simulated.
+    NODE is a name or a host list (gpu[003,017]) of at most 100000 nodes. Running jobs keep their nodes. orch obeys even
+    if too few nodes remain for a job; Slurm then gives the reason. The exit code is 3 for a node that neither a run nor
+    Slurm has, 4 if nothing has been submitted to its cluster yet or the node is simulated.
     """
     until = time.time() + seconds if seconds else UNTIL_RELEASED
     by = f"{own_name()}@{socket.gethostname()}"
@@ -97,7 +97,7 @@ def _expand_names(names: tuple[str, ...]) -> list[str]:
 @NO_CONTROLLER
 @click.pass_obj
 def release(screen: Screen, names: tuple[str, ...], no_controller: bool) -> int:
-    """Remove the exclusion of nodes: they may be used again from the next attempt on.
+    """End the exclusion of nodes, so that they may be used again from the next attempt on.
 
     The failures behind the exclusion no longer count. The exit code is 4 if no controller serves the cluster from
     here.
@@ -107,7 +107,7 @@ def release(screen: Screen, names: tuple[str, ...], no_controller: bool) -> int:
 
 def _request_each(screen: Screen, verb: str, names: list[str], args: dict[str, Any], no_controller: bool) -> int:
     with open_store(create=True) as store:
-        clusters = {name: _clusters(store, verb, name) for name in names}  # all, before the first request
+        clusters = {name: _clusters(store, verb, name) for name in names}  # look all of them up before any request
         requests = [item for name in names for item in _request_per_cluster(store, verb, name, clusters[name], args)]
         unanswered = serve_requests(screen, store, requests, no_controller=no_controller)
     text = "\n".join(item.answer or f"{item.node}: requested; the controller has not answered yet" for item in requests)
@@ -125,11 +125,11 @@ def _clusters(store: Any, verb: str, name: str) -> list[str]:
     found = [node.cluster for node in store.nodes() if node.name == name]
     if verb == EXCLUDE and found and all(map(is_one_host, found)):
         raise Precondition(
-            f"{name} is a simulated node: all of them are this machine", where=found[0],
+            f"{name} is a simulated node: all simulated nodes are this machine", where=found[0],
             hint="nodes of a Slurm cluster can be excluded",
         )  # fmt: skip
     if not found and verb == RELEASE:
-        raise NotFound(f"no run has used a node {name}", hint="`orch nodes ls` lists the nodes that are known")
+        raise NotFound(f"no run has used node {name}", hint="`orch nodes ls` lists the known nodes")
     return found or [_find_cluster(name)]
 
 
@@ -145,14 +145,14 @@ def _find_cluster(name: str) -> str:
         reached |= has_node is not None and bool(make_instance(kind)())
     more = ", `sinfo -N` those of the cluster" if reached else ""
     raise NotFound(
-        f"no run has used a node {name}, and no Slurm here has it", hint=f"`orch nodes ls` lists those of runs{more}"
+        f"no run has used node {name}, and no Slurm here has it", hint=f"`orch nodes ls` lists those of runs{more}"
     )
 
 
 def _request_per_cluster(
     store: Any, verb: str, name: str, clusters: list[str], args: dict[str, Any]
 ) -> list[PendingRequest]:  # fmt: skip
-    """Record one request per cluster with this node, under a run of that cluster. Raises Precondition without a run."""
+    """Record one request per cluster with this node, under one of its runs. Raises Precondition if none has a run."""
     now, requests = time.time(), []
     for cluster in clusters:
         run = next((run for run in store.runs() if run.domain == cluster), None)
@@ -163,7 +163,7 @@ def _request_per_cluster(
         requests.append(PendingRequest(run=run.name, kind=run.cluster, where=where, id=request_id, node=name))
     if not requests:
         raise Precondition(
-            f"nothing was submitted to {', '.join(clusters)} from here yet",
+            f"nothing has been submitted to {', '.join(clusters)} from here yet",
             where=name, hint=f"cluster.exclude={name} in a configuration keeps its run away from that node",
         )  # fmt: skip
     return requests

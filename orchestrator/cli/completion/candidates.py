@@ -13,7 +13,7 @@ from orchestrator.states import ENDED_RUNS, LIVE_RUNS, RunState
 from trainer.protocol.config_sections.scheduler_kinds import choices
 
 VARIABLE = "_ORCH_COMPLETE"
-"""Variable in which the completion scripts pass the command line up to the cursor; orch only prints candidates then."""
+"""Variable in which the completion scripts pass the command line up to the cursor; orch then only prints candidates."""
 OPEN, FILE = "open", "file"
 """Candidate types other than `plain`: an incomplete word (no space after it), and a file name."""
 
@@ -69,7 +69,7 @@ def _runs(context: click.Context, incomplete: str) -> Iterator[Item]:
 
 
 def _checkpoints(context: click.Context, incomplete: str) -> Iterator[Item]:
-    """Yield names of runs, and after the `@` the steps of one run."""
+    """Yield run names, or the steps of a run after the `@`."""
     run, mark, _ = incomplete.partition("@")
     names = dict(fast_queries.run_names(registry_path()))
     if mark or run in names:
@@ -148,7 +148,7 @@ def _runs_and_keys(context: click.Context, incomplete: str) -> Iterator[Item]:
 
 
 def _drill(context: click.Context, incomplete: str) -> Iterator[Item]:
-    """Yield runs, then kinds of fault; with --demo kinds, then keys."""
+    """Yield runs, then fault kinds; with --demo, fault kinds, then keys."""
     from orchestrator.cli.drills.scorecard import EXPECTED
 
     demo, words = context.params.get("demo"), context.params.get("words") or ()

@@ -21,8 +21,8 @@ def completion(screen: Screen, shell: str) -> None:
     zsh, in ~/.zshrc after compinit:   eval "$(orch completion zsh)"
     fish, once:   orch completion fish > ~/.config/fish/completions/orch.fish
 
-    It completes verbs, options, runs, RUN@STEP, presets, files, keys and some values of a configuration, tags and
-    nodes. At a Tab the shell starts `orch`, which reads only the registry.
+    It completes verbs, options, runs, RUN@STEP, presets, files, configuration keys and some of their values, tags and
+    nodes. When you press Tab, the shell starts `orch`, which reads only the registry.
     """
     script = Path(__file__).with_name(f"orch.{shell}").read_text()
     if screen.json:

@@ -41,7 +41,7 @@ OTHER_LAYOUT = "1"
 
 
 DEMO_JSON = """
-of restore-test: {run, run_dir, seconds, damaged: {step, file, byte, tensor}, tests, passed, wrong}; tests as ckpt
+of restore-test: {run, run_dir, seconds, damaged: {step, file, byte, tensor}, tests, passed, wrong}; tests as in ckpt
 restore-test
 """
 
@@ -52,15 +52,15 @@ restore-test
 @timeout_option(300.0, least=1.0)
 @click.pass_obj
 def demo(screen: Screen, words: tuple[str, ...], root: Path | None, timeout: float) -> int:
-    """Run a small training here that is killed and recovers.
+    """Run a small training job here that is killed and recovers.
 
     Two simulated nodes with two ranks each train on real text. One rank is killed with SIGKILL; orch restarts the
     ranks in place, and the run finishes. It takes about a minute on two cores. The exit code is 8 if the run does
     not recover.
 
-    `orch demo restore-test` trains without the kill and tests the run's checkpoints: one is restored on the same
-    ranks and on a single one, the newest is damaged on purpose and found CORRUPT, and the next older one is
-    restored. The exit code is 8 if a verdict is wrong.
+    `orch demo restore-test` trains without the kill and tests the run's checkpoints: one is restored on the same ranks
+    and on a single rank, the newest is damaged on purpose and found CORRUPT, and the next older one is restored. The
+    exit code is 8 if a verdict is wrong.
     """
     from orchestrator.near_words import nearest  # only for an error
 
@@ -74,7 +74,7 @@ def demo(screen: Screen, words: tuple[str, ...], root: Path | None, timeout: flo
 
 
 def demo_root(given: Path | None) -> Path:
-    """Return the folder of demos, creating it if needed. Raises ConfigError for a file, Precondition if that fails."""
+    """Return the demo folder, creating it if needed. Raises ConfigError for a file, Precondition if it cannot."""
     folder = (given or make_state_home() / "demo-runs").expanduser().absolute()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ def launch_demo(
     screen: Screen, overrides: tuple[str, ...], settings: tuple[str, ...], note: str,
     check: Callable[[RunConfig], None] = lambda config: None,
 ) -> tuple[str, Path]:  # fmt: skip
-    """Submit a small run on this machine; return its name and folder. `check` raises an error for an unfit config."""
+    """Submit a small run on this machine; return its name and folder. `check` raises an error for a bad config."""
     from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
 
     settings = ("cluster.kind=local", *settings)
@@ -104,7 +104,7 @@ def launch_demo(
 
 
 def _finish(screen: Screen, trouble: OrchError | None) -> int:
-    """Return 0 without an error; otherwise raise it, or with --json return its exit code."""
+    """Return 0 if there is no error; otherwise raise it or, with --json, return its exit code."""
     if trouble is not None and not screen.json:
         raise trouble
     return 0 if trouble is None else trouble.exit_code
@@ -112,7 +112,7 @@ def _finish(screen: Screen, trouble: OrchError | None) -> int:
 
 def _demonstrate_recovery(screen: Screen, overrides: tuple[str, ...], root: Path | None, timeout: float) -> int:
     started = time.monotonic()
-    note = "demo: 2 simulated nodes x 2 ranks train on real text; a rank is killed on the way"
+    note = "demo: 2 simulated nodes x 2 ranks train on real text; a rank is killed along the way"
     run, run_dir = launch_demo(screen, overrides, (f"cluster.root={demo_root(root)}",), note)
     view = wait_until_end(screen, run, timeout=timeout, follow=True)
     report = read_demo_report(run_dir)
@@ -170,7 +170,7 @@ def read_demo_report(run_dir: Path) -> DemoReport:
     )  # fmt: skip
     fault = next(faults, None)
     hit = (fault.attempt, fault.generation) if fault else (0, 0)
-    # Events and steps of later generations or attempts than the fault's.
+    # Events and steps of generations or attempts after the fault's.
     later = [event for event in events if fault and (event.attempt, event.generation) > hit]
     first = next((event for event in later if event.kind == EventKind.GENERATION_FIRST_STEP), None)
     restored = next((event for event in later if event.kind == EventKind.CHECKPOINT_RESTORED), None)
@@ -334,7 +334,7 @@ def describe_wrong_verdicts(tests: Sequence[RestoreTest], bit: FlippedBit) -> li
         damaged = test.step == bit.step
         right = Outcome.CORRUPT if damaged else Outcome.RESTORED
         if test.verdict != right:
-            found.append(f"step {test.step} on {test.layout} is {test.verdict} and not {right}: {test.reason}")
+            found.append(f"step {test.step} on {test.layout} is {test.verdict}, not {right}: {test.reason}")
         elif damaged and bit.file not in test.reason:
             found.append(f"the damage is in {bit.file}, but the verdict is: {test.reason}")
         elif not damaged and not test.evidence.get("compared"):

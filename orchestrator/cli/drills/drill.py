@@ -35,7 +35,7 @@ from trainer.protocol.run_dir import RunDir
 STEP = 25
 """Step of the demo at which a rank is hit."""
 SLOWER = 0.3
-"""Extra seconds of work per step of a slow rank, far more than a tenth of a demo's step."""
+"""Extra seconds of work per step for a slow rank, far more than a tenth of a demo step."""
 SAVED = 20
 """Step of the demo that must be trained and saved before the agents inject a fault."""
 ANSWER = 30.0
@@ -64,13 +64,13 @@ def drill(
     """Inject a fault and score the reaction.
 
     KIND is kill-rank, stop-rank, slow-rank, kill-agent, kill-node, hang-in-collective, desync, nan, full-disk or
-    corrupt-checkpoint (docs/watching.md lists the rest). The score: seconds until it was noticed, whether the right
-    rank was named, seconds until training continued, steps lost.
+    corrupt-checkpoint (docs/watching.md lists the rest). The score gives the seconds until the fault was noticed,
+    whether the right rank was named, the seconds until training continued, and the steps lost.
 
-    The fault strikes once every rank has trained a step. It counts against no node and uses up no restart. A fault
-    that the configuration cannot detect is refused: in a run of a `command:` everything but the kills, hangs
-    without `detection.hang.on`, slowness without `detection.straggler.on`. Exit codes: 4 nothing runs, or refused;
-    8 something was wrong; 124 the ranks did not train in time.
+    The fault strikes once every rank has trained a step. It counts against no node and uses up no restart. A fault that
+    the configuration cannot detect is refused: in a run of a `command:`, everything but the kills; hangs without
+    `detection.hang.on`; slowness without `detection.straggler.on`. The exit code is 4 if nothing is running or the
+    fault is refused, 8 if the reaction was wrong, and 124 if the ranks did not train in time.
     """
     if demo:
         kind = _require_kind(words[0])
@@ -129,7 +129,7 @@ def _in_a_run(
         )
         drill_run.inject(screen, found, rank, timeout)
         watched = screen.if_interrupted
-        screen.if_interrupted = lambda: f"{kind} is injected and not taken back; {watched()}"
+        screen.if_interrupted = lambda: f"{kind} has been injected and is not undone; {watched()}"
         return drill_run.until_over(timeout), found.run
 
 
@@ -142,7 +142,7 @@ def _check(kind: str, run: str, config: JobConfig) -> None:
 def _in_a_demo(
     screen: Screen, kind: str, rank: int | None, root: Path | None, overrides: tuple[str, ...], timeout: float
 ) -> tuple[Scorecard, str]:
-    note = f"drill: 2 simulated nodes x 2 ranks train on this machine; {kind} strikes on the way"
+    note = f"drill: 2 simulated nodes x 2 ranks train on this machine; {kind} strikes along the way"
     settings = (f"cluster.root={demo_root(root)}", f"name=drill-{kind}", *_settings(kind, rank))
     run, run_dir = launch_demo(screen, overrides, settings, note, lambda config: _check(kind, "this demo", config))
     with following(screen, run) as follower:
@@ -200,13 +200,13 @@ _COSTLY = {
     "full-disk": "its saves fail until a new job starts", "slow-rank": "its rank stays slow until the next restart",
     "corrupt-checkpoint": "its newest checkpoint is damaged for good",
 }  # fmt: skip
-"""Cost of a fault to any run, beyond the time of a restart."""
+"""What a fault costs any run, beyond the time for a restart."""
 _FROM_OUTSIDE = ("kill-rank", "kill-agent", "kill-node", "full-disk")
 """Faults that need no help from a rank and whose end is visible from outside."""
 
 
 def why_undetectable(kind: str, config: JobConfig) -> str | None:
-    """Return why a drill of this kind would have no visible effect; None if it is detected."""
+    """Return why a drill of this kind would have no visible effect; None if it would be detected."""
     signs, detection, command = EXPECTED[kind].signs, config.detection, bool(config.command)
     own = "its ranks run a command of their own, which"
     unseen = "its ranks would wait until the time limit"
@@ -214,7 +214,7 @@ def why_undetectable(kind: str, config: JobConfig) -> str | None:
         # A user's program has no progress cell, so it cannot inject faults, and its steps are unknown.
         (command and kind == "stop-rank", f"{own} is not watched for hangs: {unseen}"),
         (command and kind == "corrupt-checkpoint", f"{own} saves and loads in its own way"),
-        (command and kind not in _FROM_OUTSIDE, f"{own} takes no such order"),
+        (command and kind not in _FROM_OUTSIDE, f"{own} accepts no such request"),
         (
             kind in BETWEEN_STAGES and config.parallel.pipeline.ranks == 1,
             "its model is in one piece (parallel.pipeline.stages=1): no stage sends anything",
@@ -250,7 +250,7 @@ def extra_cost(kind: str, config: JobConfig, at: int | None) -> str | None:
 
 
 def expendable(folder: RunDir) -> Entry:
-    """Return the newest committed checkpoint. Raises Precondition without an older one to restore instead."""
+    """Return the newest committed checkpoint. Raises Precondition if there is no older one to restore instead."""
     found = Catalog(folder.checkpoints).committed_entries() if folder.checkpoints.is_dir() else []
     if len(found) < 2:
         raise Precondition(
@@ -295,7 +295,7 @@ class DrillRun:
     def __init__(
         self, follower: RunFollower, run: str, kind: str, steps: StepLines, *, command: bool = False
     ) -> None:  # fmt: skip
-        """`command`: the ranks are a user's own program with unknown steps."""
+        """`command`: whether the ranks run a user's own program, whose steps are unknown."""
         self._follower, self._run, self._kind, self._steps = follower, run, kind, steps
         self._command = command
         self._done: list[Event] = []  # injections by this process, as events
@@ -313,7 +313,7 @@ class DrillRun:
             case "full-disk":
                 writers = fill_disk(found.heartbeat.job_id)
                 self._record_injection(found, step=found.heartbeat.step)
-                screen.note(f"{found.run}: {writers} checkpoint writers can write no more")
+                screen.note(f"{found.run}: {writers} checkpoint writers can no longer write")
             case "corrupt-checkpoint":
                 expendable(found.folder)
                 # The state in memory is good, so only a new job reads the disk. A live job would also keep saving.
@@ -331,7 +331,7 @@ class DrillRun:
                 self._await_strike(screen, found, request, seconds)
 
     def _await_strike(self, screen: Screen, found: LiveAttempt, request: str, seconds: float) -> None:
-        """Wait until the job injects the fault and answers, which it does once all its ranks train."""
+        """Wait until the job injects the fault and answers, which it does once all its ranks are training."""
         self._refused = partial(found.answer, request)
         began, noted = time.monotonic(), False
 
@@ -346,15 +346,15 @@ class DrillRun:
                 raise Precondition(why, where=view.reason or view.state, hint=f"orch show {self._run}")
             if not noted and time.monotonic() - began >= _SLOW:
                 noted = True
-                screen.note(f"{self._run}: its ranks do not train yet; {self._kind} strikes when they do")
+                screen.note(f"{self._run}: its ranks are not training yet; {self._kind} strikes when they are")
             return False
 
         try:
             self._follower.until(struck, seconds)
         except WaitTimeout as late:
             raise WaitTimeout(
-                f"{self._kind} has not struck {self._run} within {seconds:g} s: its ranks do not train yet",
-                where=late.where, hint=f"it strikes when they do; see:  orch status {self._run} -w",
+                f"{self._kind} has not struck {self._run} within {seconds:g} s: its ranks are not training yet",
+                where=late.where, hint=f"it strikes when they are; see:  orch status {self._run} -w",
             ) from late  # fmt: skip
         if (answer := found.answer(request)) is not None:
             screen.note(f"{self._run}: {answer}")

@@ -69,7 +69,7 @@ ALIASES = {"desync": "desync-shape"}
 
 @dataclass(frozen=True, kw_only=True)
 class Scorecard:
-    """Score of a drill. None stands for a stage that was not reached. Times are seconds since the fault."""
+    """Score of a drill. None stands for a stage that was not reached. Times are in seconds since the fault."""
 
     kind: str
     struck: str  # target and step; empty if the fault never struck
@@ -80,7 +80,7 @@ class Scorecard:
     detected_s: float | None = None
     named: str | None = None  # culprit named by the run
     culprit_right: bool | None = None  # None: no culprit expected
-    failure: str | None = None  # kind of the failure
+    failure: str | None = None  # failure kind
     kind_right: bool | None = None
     decision: str | None = None
     back_s: float | None = None
@@ -98,9 +98,9 @@ def score(
 ) -> Scorecard:  # fmt: skip
     """Score the newest drill of this kind.
 
-    `events` are sorted by time, `steps` are the lines of steps.jsonl, and `state` is the run's. `failure` is the
-    controller's classification of the attempt, for faults after which no process of it could report. `running_for` is
-    for commands, whose steps are unknown: the seconds up to `now` for which the ranks must have been running again.
+    `events` are sorted by time, `steps` are the lines of steps.jsonl, and `state` is the run's state. `failure` is the
+    controller's classification of the attempt, for faults after which none of its processes could report. `running_for`
+    is for commands, whose steps are unknown: the seconds up to `now` for which the ranks must have been running again.
     """
     expected = EXPECTED[kind]
     # A slow rank reports its drill only once, and other faults strike only once.
@@ -211,7 +211,7 @@ def _describe_target(fault: Event) -> str:
 def _describe_sign(event: Event) -> str:
     if event.kind == EventKind.ATTEMPT_STARTED:
         return f"attempt {event.attempt} began"
-    # The reason of these signs does not name the culprit.
+    # The reason given with these signs does not name the culprit.
     whole = event.kind in (EventKind.RANK_EXITED, EventKind.STRAGGLER, EventKind.AGENT_LOST)
     sentence = event_sentence(event) if whole else None
     return sentence or short_reason(str(event.data.get("reason") or event.kind))

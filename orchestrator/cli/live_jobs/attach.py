@@ -54,7 +54,7 @@ class Thread:
 
 
 def read_stacks(folder: Path) -> list[Thread]:
-    """Return every thread of every rank, by rank. py-spy's file counts only if the rank did not write its own."""
+    """Return all threads of all ranks, sorted by rank. py-spy's file is read only if the rank did not write its own."""
     files: dict[int, Path] = {}
     for path in sorted(folder.glob("rank-*.txt")):
         match = _RANK.fullmatch(path.name)
@@ -64,7 +64,7 @@ def read_stacks(folder: Path) -> list[Thread]:
 
 
 def parse(rank: int, text: str) -> list[Thread]:
-    """Return the threads in the output of faulthandler or py-spy."""
+    """Return the threads found in faulthandler or py-spy output."""
     threads: list[Thread] = []
     for line in text.splitlines():
         if head := _THREAD.match(line):
@@ -86,7 +86,7 @@ def _frame(line: str) -> Frame | None:
 @click.argument("run")
 @click.option("--stack", is_flag=True, help="Print the stack of every thread of the ranks. Required.")
 @click.option("--rank", type=click.IntRange(0), metavar="N", help="Only this rank.")
-@click.option("--node", type=click.IntRange(0), metavar="N", help="Only the ranks of the N-th node, from 0.")
+@click.option("--node", type=click.IntRange(0), metavar="N", help="Only the ranks of the N-th node, counting from 0.")
 @timeout_option(60.0)
 @click.pass_obj
 def attach(screen: Screen, run: str, stack: bool, rank: int | None, node: int | None, timeout: float) -> None:
@@ -117,7 +117,7 @@ def attach(screen: Screen, run: str, stack: bool, rank: int | None, node: int | 
     if not threads:
         raise Precondition(
             f"{found.run}: no rank reported its stack: {'; '.join(map(_describe_missing, missing[:_MOST_NAMED]))}",
-            where=str(folder), hint="a stopped rank cannot; other evidence is in that folder",
+            where=str(folder), hint="a stopped rank cannot report it; other evidence is in that folder",
         )  # fmt: skip
     if screen.json:
         rows = [{"node": _node(readings, thread.rank), **thread.to_json()} for thread in threads]

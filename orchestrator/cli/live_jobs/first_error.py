@@ -24,7 +24,7 @@ _ENOUGH = 4 * 1024 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class RootFailure:
-    """Failure, the file that shows it, and the relevant lines."""
+    """A failure, the file that shows it, and the relevant lines."""
 
     attempt: int
     generation: int
@@ -54,7 +54,7 @@ def first_error(place: RunDir, attempt: int | None) -> RootFailure | None:
 
 
 def controller_failure(place: RunDir, run: str, attempt: int | None) -> RootFailure | None:
-    """Return the controller's verdict on a job that left no failure, with output from the scheduler or agents."""
+    """Return the controller's verdict on a job that recorded no failure, with scheduler or agent output."""
     with open_store(readonly=True) as store:
         attempts = [each for each in store.attempts(run) if each.failure and attempt in (None, each.number)]
     if not attempts:
@@ -71,8 +71,8 @@ def controller_failure(place: RunDir, run: str, attempt: int | None) -> RootFail
 def _root_failure(place: RunDir, folder: AttemptDir) -> RootFailure | None:
     """Return the root failure that the coordinator reported, with the rank's own message if it left one.
 
-    If a failure ended the attempt, that failure is the root; otherwise it is the earliest one that the run survived.
-    Without a coordinator's report, it is the earliest primary failure reported by ranks or agents.
+    If a failure ended the attempt, that failure is the root; otherwise the root is the earliest failure that the run
+    survived. Without a coordinator's report, it is the earliest primary failure reported by ranks or agents.
     """
     reported, end = list(_rank_failures(folder)), _end(folder)
     judged, seen = _failures_in_events(folder)
@@ -165,8 +165,8 @@ def _around(path: Path, generation: int) -> str:
 
 
 def _part(lines: list[str], generation: int) -> list[str]:
-    """Return the lines between this generation's mark and the next. A missing mark is the start or end of the log."""
-    # A rank killed within a line leaves it open, so the next mark is at its end.
+    """Return the lines between this generation's mark and the next. Without a mark, use the log's start or end."""
+    # A rank killed in mid-line leaves that line unfinished, so the next mark is at the end of it.
     marks = [generation_mark(each) for each in (generation, generation + 1)]
     first, after = ([at for at, line in enumerate(lines) if line.endswith(mark)] for mark in marks)
     start = first[0] + 1 if first else 0

@@ -39,8 +39,8 @@ _SAVED = re.compile(r"^saved at step (\d+)")
 def save(screen: Screen, run: str, wait_: bool, timeout: float) -> None:
     """Save a checkpoint now, at the next step boundary; training continues.
 
-    A save that is already in progress does not count. The request survives restarts within the attempt, and stays
-    valid after a timeout (exit code 124). The exit code is 4 if nothing runs, or if the ranks run your `command:`.
+    A save that is already in progress does not count. The request survives restarts within the attempt, and stays valid
+    after a timeout (exit code 124). The exit code is 4 if nothing is running, or if the ranks run your `command:`.
     """
     screen.if_interrupted = lambda: "interrupted: nothing was requested"
     found = find_live_attempt(run)
@@ -68,7 +68,7 @@ def require_rank_and_node(cluster: ClusterShape, rank: int | None, node: int | N
 
 @dataclass(frozen=True, kw_only=True)
 class LiveAttempt:
-    """Newest attempt of a run, which trains or soon will."""
+    """Newest attempt of a run, which is training or soon will be."""
 
     run: str
     folder: RunDir
@@ -116,7 +116,7 @@ def find_live_attempt(name: str) -> LiveAttempt:
     view = find_run(name)
     run, later = view.run, f"wait for it:  orch status {view.run} -w"
     if view.is_over:
-        raise Precondition(f"{run} is {view.state}: nothing runs", where=view.reason, hint=view.after_end)
+        raise Precondition(f"{run} is {view.state}: nothing is running", where=view.reason, hint=view.after_end)
     folder = existing_folder(run, view.run_dir)
     attempts = folder.all_attempts()
     heartbeat = newest_heartbeat(attempts[-1]) if attempts else None
@@ -135,7 +135,7 @@ def find_live_attempt(name: str) -> LiveAttempt:
 
 
 def await_answer(found: LiveAttempt, request: str, timeout: float, clock: Callable[[], float] = time.monotonic) -> str:
-    """Wait for the answer to a request. Raises Precondition on refusal or if the attempt ends first, WaitTimeout."""
+    """Wait for the answer to a request. Raises WaitTimeout, or Precondition on refusal or if the attempt ends first."""
     give_up = clock() + timeout
     while True:
         over = found.end_reason

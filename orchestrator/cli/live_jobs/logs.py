@@ -26,7 +26,7 @@ from trainer.protocol.run_dir import AttemptDir, RunDir
 POLL = 0.5
 _BLOCK = 65536
 _RANK_LOG = re.compile(r"rank-(\d+)\.log(?:\.\d+)?")
-"""Pattern that also matches rotated files, because a rotation, if an agent dies in it, leaves only these."""
+"""Pattern that also matches rotated files, because only those remain if an agent dies during a rotation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class LogSelection:
 
 @dataclass(frozen=True)
 class LogSource:
-    """A log file, and the prefix of its lines if there are several logs."""
+    """A log file, and the prefix for its lines if several logs are printed."""
 
     label: str
     path: Path
@@ -55,7 +55,7 @@ class LogSource:
     "--attempt", type=click.IntRange(1), metavar="N",
     help="Read this attempt; default: the newest (for first-error: the newest that failed).",
 )  # fmt: skip
-@click.option("-f", "--follow", is_flag=True, help="Continue over generations and attempts until the run ends.")
+@click.option("-f", "--follow", is_flag=True, help="Continue across generations and attempts until the run ends.")
 @click.option("--tail", type=click.IntRange(0), metavar="N", help="Print only the last N lines.")
 @click.option("--controller", is_flag=True, help="Print what the controller wrote about this run.")
 @click.option("--path", "only_path", is_flag=True, help="Print file names instead of lines.")
@@ -64,14 +64,14 @@ def logs(
     screen: Screen, run: str, rank: str | None, node: int | None, attempt: int | None, follow: bool,
     tail: int | None, controller: bool, only_path: bool,
 ) -> int:  # fmt: skip
-    """Print the logs of ranks, agents and the controller; without options the log of rank 0.
+    """Print the logs of ranks, agents and the controller; without options, the log of rank 0.
 
-    Every `logs.every` that log has a line with loss, learning rate, speed and ETA. Before any rank has started, the
+    That log gets a line with loss, learning rate, speed and ETA every `logs.every`. Before any rank has started, the
     agents' logs are printed, or else the scheduler's output.
 
-    `--rank first-error` finds the root failure that ended the attempt, or the earliest one of an attempt that did
-    not fail. It prints the rank, the time, and the traceback or the lines around the first error; secondary
-    failures are skipped.
+    `--rank first-error` finds the root failure that ended the attempt, or the earliest failure in an attempt that did
+    not fail. It prints the rank, the time, and the traceback or the lines around the first error; secondary failures
+    are skipped.
 
     The command reads across rotated files (`logs.max_mib`, `logs.keep`), and removes escape sequences and control
     characters. The exit code with -f is 0, 8 if the run failed or is held, or 10 if it was cancelled.
@@ -134,7 +134,7 @@ def _first_error(screen: Screen, place: RunDir, run: str, attempt: int | None, o
 
 
 def _sources(place: RunDir, wanted: LogSelection, run: str) -> list[LogSource]:
-    """Return the selected logs that exist, of the newest attempt unless one is given."""
+    """Return the selected logs that exist, from the newest attempt unless an attempt is given."""
     if wanted.controller:
         path = controller_log()
         return [LogSource("controller", path)] if path.exists() else []

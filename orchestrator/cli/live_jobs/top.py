@@ -33,7 +33,7 @@ _ABOVE = 3
 """Lines above the first rank: an empty one, the summary and the column titles."""
 EVENTS = 5
 STILL = 2.0
-"""Seconds after which a rank is shown as still if its progress cell is not updated."""
+"""Seconds without a progress cell update after which a rank is shown as still."""
 TOP_JSON = """
 {run, state, step, total_steps, loss, tokens_per_s, attempt, generation, phase, silent_s, last_checkpoint, saved_step,
 world, ranks: [{rank, node, step, phase, age, state, ratio, ended}], events: [{time, text}], step_seconds, eta_s,
@@ -103,13 +103,13 @@ class LiveReading:
 
 
 class LiveRunReader:
-    """Repeated reader of a run. Each read of the events continues where the last one stopped."""
+    """Reads a run repeatedly. Each read of its events continues where the last read stopped."""
 
     def __init__(self, run: str, run_dir: Path) -> None:
         self._run, self._folder, self._feed = run, RunDir(run_dir), EventFeed(run_dir, recent_only=True)
         self._describer = EventDescriber()
         self._lines: deque[tuple[float, str]] = deque(maxlen=EVENTS)
-        self._saves: dict[str, tuple[int, float]] = {}  # by name: step and time
+        self._saves: dict[str, tuple[int, float]] = {}  # step and time, keyed by name
 
     def read(self) -> LiveReading:
         for event in self._feed.poll():
@@ -143,7 +143,7 @@ class LiveRunReader:
 @click.option("--once", is_flag=True, help="Print once and exit (the default without a terminal).")
 @click.option(
     "--every", type=Seconds(min=0.2), default=1.0, show_default=True, metavar="SECONDS",
-    help="Time between two updates.",
+    help="Time between updates.",
 )  # fmt: skip
 @click.pass_obj
 def top(screen: Screen, run: str, once: bool, every: float) -> None:
@@ -165,7 +165,7 @@ def top(screen: Screen, run: str, once: bool, every: float) -> None:
     if once or not screen.terminal:
         print_reading(screen, reader.read())
         return
-    screen.if_interrupted = lambda: ""  # users normally leave by Ctrl-C
+    screen.if_interrupted = lambda: ""  # users normally leave with Ctrl-C
     with screen.live_page() as draw:
         while True:
             reading = reader.read()
@@ -233,7 +233,7 @@ def _head(reading: LiveReading) -> list[str]:
 
 
 def _speed_line(reading: LiveReading) -> list[str]:
-    """Return the line with ETA, speed and loss trend; empty until one of them is known."""
+    """Return the line with ETA, speed and loss trend; empty until at least one of them is known."""
     eta, seconds, (change, steps) = reading.view.eta_s, step_seconds(reading.steps), loss_trend(reading.steps)
     words = [f"ETA {span(eta)}"] if eta is not None else []
     words += [f"{seconds:.3g} s/step"] if seconds is not None else []
@@ -256,7 +256,7 @@ STAGES: dict[str, str] = {
     AttemptStage.WARMING: "importing torch and your code",
     AttemptStage.CLEARING: "ending the remaining ranks",
 }
-"""Activities of a job while no rank trains."""
+"""What a job is doing while no rank is training."""
 RANKS = [
     Column("RANK", "rank", right=True),
     Column("NODE", "node"),

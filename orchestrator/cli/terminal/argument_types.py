@@ -1,4 +1,4 @@
-"""Types for command-line arguments: text with completion, paths that are not empty, finite seconds."""
+"""Types for command-line arguments: text with completion, non-empty paths, finite seconds."""
 
 import math
 from collections.abc import Callable

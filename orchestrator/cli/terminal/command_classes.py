@@ -97,7 +97,7 @@ class Noun(click.Group):
         self.params += global_options()
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        """Resolve as click does, with the nearest verb in the error."""
+        """Resolve as click does, but name the nearest verb in the error."""
         word, path = args[0], ctx.command_path
         if self.get_command(ctx, word) is not None or word.startswith("-"):
             return super().resolve_command(ctx, args)

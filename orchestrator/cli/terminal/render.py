@@ -63,7 +63,7 @@ def span(seconds: float | None) -> str:
 
 
 def count(number: int | float | None) -> str:
-    """Format a number without separators, so that it can be pasted: `61200`, or a dash."""
+    """Format a number without separators, so that it can be pasted: `61200`; a dash for None."""
     return "-" if number is None else str(number)
 
 
@@ -270,7 +270,7 @@ class Screen:
 
     @contextmanager
     def live_page(self) -> Iterator[Callable[[Callable[[], None]], None]]:
-        """Show a page that is redrawn in place. Yields a function that draws it with a function that prints it."""
+        """Show a page that is redrawn in place. Yields a function that redraws it by calling a function that prints."""
         from rich.live import Live  # rich: only where it is used
         from rich.text import Text
 
@@ -290,7 +290,7 @@ class Screen:
 
     @property
     def remaining_space(self) -> tuple[int, int] | None:
-        """Lines that are left in the live display, and its columns; None without a live display."""
+        """Lines left in the live display, and its width in columns; None without a live display."""
         if self._page is None:
             return None
         from rich.text import Text  # rich: only where it is used

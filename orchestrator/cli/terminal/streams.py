@@ -19,19 +19,19 @@ def find_remedy(error: OSError) -> str:
     name = str(error.filename or "")
     folder = shlex.quote(os.path.dirname(name))
     if named := _STATE.match(name):
-        remedy = f"export {named[1]}=FOLDER, a folder in which you may write"
+        remedy = f"export {named[1]}=FOLDER, a folder that you may write to"
     elif not name and error.errno == errno.ENOENT:
         remedy = "if the current folder was deleted, cd to another one"
     elif error.errno in (errno.EACCES, errno.EPERM) and "://" in name:
         remedy = f"{name} is in an object store: give this shell credentials that may read and write there"
     elif error.errno in (errno.EACCES, errno.EPERM):
-        remedy = f"`ls -ld {folder}` shows its owner and mode; get access, or name another place"
+        remedy = f"`ls -ld {folder}` shows its owner and mode; get access, or use another path"
     elif error.errno == errno.ENOENT and not os.path.isdir(os.path.dirname(name)):
         remedy = f"`mkdir -p {folder}`"
     elif error.errno in (errno.ENOSPC, errno.EDQUOT):
         remedy = f"free some space in {os.path.dirname(name)}"
     else:
-        remedy = "correct that, or name another place"
+        remedy = "correct that, or use another path"
     return f"{remedy}; then type the same command again"
 
 
@@ -86,7 +86,7 @@ class _Answers(_Stream):
 
 
 def prepare() -> None:
-    """Prepare the standard streams, before any file is opened that could get the number of a closed stream."""
+    """Prepare the standard streams, before any file is opened that could take a closed stream's number."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)

@@ -27,11 +27,11 @@ def as_text(value: Any) -> str:
 
 
 MOST = 300
-"""Maximum number of characters in a sentence of a table with many runs."""
+"""Maximum number of characters in a sentence in a table of many runs."""
 
 
 def shorten_text(text: str) -> str:
-    """Return the first clauses of a text, and how many characters are left out; `orch show` has the whole text."""
+    """Return the first clauses of a text, and how many characters are left out; `orch show` prints the whole text."""
     kept = cut(text, MOST)
     left = len(text) - len(kept.removesuffix(" ..."))
     return kept if kept == text else f"{kept} ({left} more characters: orch show)"
@@ -62,7 +62,7 @@ class TableLayout:
 
 
 def cell_width(text: str) -> int:
-    """Return the number of terminal columns that a text takes."""
+    """Return the number of terminal columns that a text occupies."""
     if text.isascii():
         return len(text)
     wide = sum(unicodedata.east_asian_width(char) in ("W", "F") for char in text)
@@ -72,7 +72,8 @@ def cell_width(text: str) -> int:
 def layout(cells: Cells, width: int) -> TableLayout:
     """Choose the columns: drop empty ones, then optional ones, until the text columns have room for some words.
 
-    A long text of the last column is printed below its row if the column is too narrow. If not even words fit, all are.
+    A long text of the last column is printed below its row if the column is too narrow. If it cannot hold even a few
+    words, all its texts are printed below.
     """
     kept = [column for column, texts in cells.items() if not texts or any(text not in ("", "-") for text in texts)]
     kept = kept or list(cells)
@@ -133,7 +134,7 @@ def _shared_out(columns: Sequence[Column], cells: Cells, width: int, *, last_fol
 def table_lines(
     columns: Sequence[Column], rows: Sequence[Mapping[Column, str]], width: int, paint: Callable[[str, str], str]
 ) -> list[str]:
-    """Return the lines of a table. `paint` colours a piece of a cell by the cell's whole text (empty for a title)."""
+    """Return the lines of a table. `paint` colours a piece of a cell by its whole text (empty for a title)."""
     cells = {column: [row[column] for row in rows] for column in columns}
     plan = layout(cells, width)
     lines = _row_lines(plan, {column: column.title for column in plan.widths}, lambda piece, _: paint(piece, ""))
@@ -170,7 +171,7 @@ def wrap_line(text: str, width: int, hang: int = 0) -> list[str]:
 
 
 def folded_text(text: str, width: int) -> list[str]:
-    """Fold a text into lines of at most `width`, or of one longer word. A command that fits stays on one line."""
+    """Fold a text into lines of at most `width`, or one longer word. A command that fits stays on one line."""
     if cell_width(text) <= width:
         return [text] if text else []
     lines: list[str] = []

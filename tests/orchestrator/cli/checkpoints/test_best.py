@@ -81,5 +81,5 @@ def test_best_without_metric(orch: Type, seeds: Seeds, run: str) -> None:
     configure(seeds, run, metric="accuracy")
     said = orch("ckpt", "verify", f"{run}@best")
     assert said.code == 3
-    assert f"no checkpoint of {run} has the number accuracy yet" in said.err
+    assert f"no checkpoint of {run} has a value for accuracy yet" in said.err
     assert all(row["best"] is False for row in orch("ckpt", "ls", run, "--json").data)

@@ -260,7 +260,7 @@ def test_removed_checkpoints_are_listed_as_gone(orch: Type, seeds: Seeds, run: s
     assert [row["reason"] for row in said["data"]] == ["", "gone: no tier has it"]
     assert [one["code"] for one in said["warnings"]] == ["checkpoints_gone"]
     said_in_words = " ".join(orch("ckpt", "ls", run).err.split())
-    assert "no tier has these checkpoints of tiny-1 any more: 50; a resume goes back to step 100" in said_in_words
+    assert "no tier still has these checkpoints of tiny-1: 50; a resume goes back to step 100" in said_in_words
     seeds.tiers(run, {"path": "/nvme/orch", "shared": False}, {"path": "run"})
     assert not orch("ckpt", "ls", run, "--json").answer["warnings"]  # it may be on a node that is not this machine
 
@@ -270,7 +270,7 @@ def test_resume_without_checkpoints_is_not_promised(orch: Type, seeds: Seeds, ru
     shutil.rmtree(folder(seeds, run))
     folder(seeds, run).mkdir()
     said = " ".join(orch("ckpt", "ls", run).err.split())
-    assert "any more: 50; none is left: a resume fails as `storage` until one of them is put back" in said
+    assert ": 50; none is left: a resume fails as `storage` until one of them is put back" in said
 
 
 def test_checkpoints_of_a_command(orch: Type, seeds: Seeds, run: str, tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ def test_checkpoints_of_a_command(orch: Type, seeds: Seeds, run: str, tmp_path: 
     said = orch("ckpt", "ls", run, "--json").answer
     assert said["data"][0]["reason"] == f"gone: there is no {tmp_path}/out/checkpoint_6"
     (warning,) = said["warnings"]
-    assert warning["message"] == f"the folder of the command does not have these checkpoints of {run} any more: 6"
+    assert warning["message"] == f"the command's folder no longer has these checkpoints of {run}: 6"
 
 
 def test_status_warns_of_missing_checkpoint(orch: Type, seeds: Seeds, run: str) -> None:

@@ -99,7 +99,7 @@ def test_step_of_another_run_is_not_found(orch: Type, run: str, other: Path, wor
 def test_ls_and_du_leave_out_another_run_with_the_name(orch: Type, seeds: Seeds, run: str, other: Path) -> None:
     assert [row["name"] for row in orch("ckpt", "ls", run, "--json").data] == [NAME]
     told = orch("ckpt", "ls", run)
-    assert f"{other.parent}: left out, 2 of another run with the name {run}" in told.err + told.out
+    assert f"{other.parent}: checkpoints of another run named {run} are left out (2)" in told.err + told.out
     assert {row["count"] for row in orch("ckpt", "du", run, "--json").data} == {1}
 
 
@@ -204,7 +204,7 @@ def test_refused_checkpoints_of_a_lost_attempt(orch: Type, seeds: Seeds, run: st
     else:
         next_attempt(seeds, run)
         over(seeds, run)
-    assert left(orch, run)["run"] == ("left", "evidence, until --refused: digest differs")
+    assert left(orch, run)["run"] == ("left", "evidence, kept without --refused: digest differs")
 
 
 # -- what cannot be reached
@@ -297,9 +297,9 @@ def nodes(seeds: Seeds, run: str, tmp_path: Path) -> tuple[Path, Path]:
 def test_a_node_s_own_part_is_verified_as_such(orch: Type, run: str, nodes: tuple[Path, Path], level: int) -> None:
     done = orch("ckpt", "verify", run, "--copies", "--level", level, "--json")
     assert (done.code, [row["ok"] for row in done.data]) == (0, [True, True])
-    assert [row["notes"][0] for row in done.data] == ["1 of 3 files, which other nodes have: not checked"] * 2
+    assert [row["notes"][0] for row in done.data] == ["1 of 3 files are on other nodes: not checked"] * 2
     assert [row["level"] for row in done.data] == [min(level, 2)] * 2
-    assert "1 of 3 files, which other nodes have: not checked" in orch("ckpt", "verify", run).err
+    assert "1 of 3 files are on other nodes: not checked" in orch("ckpt", "verify", run).err
     (nodes[1] / "__1_0.distcp").write_bytes(b"y" * 499 + b"!")
     assert orch("ckpt", "verify", run, "--copies", "--level", level).code == (7 if level else 0)
 

@@ -102,7 +102,7 @@ def test_exclusion_by_orch_keeps_its_reason(orch: Type, seeds: Seeds) -> None:
         (("n[2",), 2, "n[2': not a host list"),
         (("n[1-100001]",), 2, "NODE='n[1-100001]': more than 100000 nodes"),
         (("n[1-60000]", "m[1-60000]"), 2, "NODE='m[1-60000]': more than 100000 nodes"),
-        (("n7",), 3, "no run has used a node n7, and no Slurm here has it"),
+        (("n7",), 3, "no run has used node n7, and no Slurm here has it"),
     ],
 )
 def test_what_cannot_be_excluded_is_refused(

@@ -64,7 +64,7 @@ def test_controller_that_does_not_come_up(orch: Type, alone: Seeds, monkeypatch:
     monkeypatch.setattr(controller, "ALIVE_WITHIN", 0.0)
     refused = orch("controller", "start", "--cluster", "local")
     assert refused.code == 4
-    assert "but took no lease" in refused.err
+    assert "but did not take the lease" in refused.err
     assert str(controller_log()) in refused.err
     assert "`orch controller run` runs one in the foreground" in refused.err
 

@@ -98,14 +98,14 @@ def test_a_drill_during_start_up_waits_with_a_note(orch: Type, seeds: Seeds, mon
 
         def note(screen: Screen, text: str) -> None:
             notes.extend([text] if "kill-rank" in text else [])
-            if "do not train yet" in text:
+            if "are not training yet" in text:
                 job.trains.set()
 
         notes: list[str] = []
         monkeypatch.setattr(Screen, "note", note)
         said = orch("drill", run, "kill-rank", "--rank", 1)
     assert said.code == 0
-    assert notes[0] == "tiny-1: its ranks do not train yet; kill-rank strikes when they do"
+    assert notes[0] == "tiny-1: its ranks are not training yet; kill-rank strikes when they are"
     assert "tiny-1: kill-rank strikes rank 1" in notes[1:]
 
 
@@ -133,8 +133,8 @@ def test_a_timeout_reports_that_the_drill_is_still_pending(orch: Type, seeds: Se
     begun(seeds, run)
     said = orch("drill", run, "kill-rank", "--timeout", 1)
     assert said.code == 124
-    assert "kill-rank has not struck tiny-1 within 1 s: its ranks do not train yet" in said.err
-    assert "it strikes when they do; see:  orch status tiny-1 -w" in said.err
+    assert "kill-rank has not struck tiny-1 within 1 s: its ranks are not training yet" in said.err
+    assert "it strikes when they are; see:  orch status tiny-1 -w" in said.err
 
 
 def test_spare_nodes_are_never_hit(orch: Type, seeds: Seeds) -> None:

@@ -32,7 +32,7 @@ def test_undetectable_faults_of_a_command() -> None:
     found = refused({"command": ["python", "train.py"]})
     assert set(EXPECTED) - set(found) == {"kill-rank", "kill-agent", "kill-node", "full-disk"}
     assert "not watched for hangs: its ranks would wait until the time limit" in found["stop-rank"]
-    assert "takes no such order" in found["nan"]
+    assert "accepts no such request" in found["nan"]
     assert "saves and loads in its own way" in found["corrupt-checkpoint"]
 
 

@@ -39,9 +39,9 @@ def test_one_bit_is_flipped_inside_the_largest_tensor_of_the_model(tmp_path: Pat
     ("tests", "words"),
     [
         ([ended(10, "RESTORED", compared=3), ended(30, "CORRUPT", "__0_0.distcp chunk 0: digest differs")], ""),
-        ([ended(30, "RESTORED", compared=3)], "step 30 on 1 is RESTORED and not CORRUPT"),
+        ([ended(30, "RESTORED", compared=3)], "step 30 on 1 is RESTORED, not CORRUPT"),
         ([ended(30, "CORRUPT", "__1_0.distcp chunk 0: digest differs")], "the damage is in __0_0.distcp"),
-        ([ended(20, "SUSPECT", "loss of step 21 is 3.0")], "SUSPECT and not RESTORED: loss of step 21 is 3.0"),
+        ([ended(20, "SUSPECT", "loss of step 21 is 3.0")], "SUSPECT, not RESTORED: loss of step 21 is 3.0"),
         ([ended(20, "NOT_FINISHED", "cancelled")], "step 20 on 1 is NOT_FINISHED"),
         ([ended(20, "RESTORED", compared=0)], "step 20 on 1: no step was compared"),
     ],

@@ -144,7 +144,7 @@ def test_await_end_of_attempt(orch: Type, seeds: Seeds, monkeypatch: Patch) -> N
 
 def nobody(seeds: Seeds, what: str) -> tuple[str, str]:
     if what == "held":
-        return seeds.run(state=RunState.HELD, reason="the disk is full"), "is HELD: nothing runs"
+        return seeds.run(state=RunState.HELD, reason="the disk is full"), "is HELD: nothing is running"
     run = seeds.run(state=RunState.QUEUED)
     if what == "queued":
         return run, "is QUEUED: its job has not begun"

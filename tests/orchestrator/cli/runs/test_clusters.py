@@ -81,7 +81,7 @@ def test_cluster_without_controller(orch: Type, sites: Sites) -> None:
     sites.controller(HERE, "login1")
     (warning,) = orch("status", "--json").answer["warnings"]
     assert warning["code"] == "no_controller"
-    assert f"no controller of {FAR} runs" in warning["message"]
+    assert f"no controller for {FAR} is running" in warning["message"]
     assert f"on a login node of {FAR}" in warning["message"]
     shown = orch("status").err
     assert f"of {HERE} ok (no pass yet, login1)" in shown
@@ -107,7 +107,7 @@ def test_wait_without_controller(orch: Type, sites: Sites) -> None:
     sites.alone()
     refused = orch("wait", run)
     assert refused.code == 4
-    assert f"no controller of {FAR} runs" in refused.err
+    assert f"no controller for {FAR} is running" in refused.err
     assert f"`orch controller start` on a login node of {FAR}" in refused.err
 
 
@@ -130,7 +130,7 @@ def test_request_waits_for_controller(orch: Type, sites: Sites, lives: bool, mon
     assert [(ask.run, ask.verb) for ask in sites.store.user_requests()] == [(run, "cancel")]
     assert f"requested; the controller of {FAR} has not answered yet" in done.out
     assert done.code == (0 if lives else 4)
-    assert (f"no controller of {FAR} runs" in done.err) is not lives
+    assert (f"no controller for {FAR} is running" in done.err) is not lives
 
 
 def test_release_on_other_cluster(orch: Type, sites: Sites) -> None:
@@ -142,7 +142,7 @@ def test_release_on_other_cluster(orch: Type, sites: Sites) -> None:
     refused = orch("nodes", "release", "n2")
     assert refused.code == 4
     assert "n2: requested; the controller has not answered yet" in refused.out
-    assert f"no controller of {FAR} runs" in refused.err
+    assert f"no controller for {FAR} is running" in refused.err
 
 
 def test_take_over_needs_ended_job(orch: Type, sites: Sites, monkeypatch: Patch) -> None:

@@ -23,7 +23,7 @@ def test_state_variable(orch: Type, monkeypatch: Patch, tmp_path: Path, variable
     monkeypatch.setenv(variable, str(tmp_path / "file"))
     said = orch("status")
     assert said.code == 4
-    assert f"export {variable}=FOLDER, a folder in which you may write" in said.err
+    assert f"export {variable}=FOLDER, a folder that you may write to" in said.err
 
 
 def test_a_closed_folder(tmp_path: Path) -> None:

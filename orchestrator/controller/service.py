@@ -194,7 +194,7 @@ def ensure_running(store_path: Path, kind: str = LOCAL) -> bool:
 
 
 def _inheritable_descriptors() -> list[int]:
-    """Return the descriptors above 2 that a child would inherit, such as a flock(1) lock or a pipe to a waiting reader."""
+    """Return the descriptors above 2 that a child would inherit, e.g. a flock(1) lock or a pipe to a waiting reader."""
     found = []
     for number in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):  # closed in the meantime, like the descriptor of the directory listing itself

@@ -45,7 +45,7 @@ def trust_changes(
 
 @dataclass
 class _Past:
-    """Failed generations that loaded a checkpoint, oldest first, and the last start of such a generation by step."""
+    """Failed generations that loaded a checkpoint, oldest first, and the start of the last such generation per step."""
 
     failed: list[FailedGeneration] = field(default_factory=list)
     since: int = 0  # index of the newest attempt's first generation

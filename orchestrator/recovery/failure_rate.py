@@ -17,9 +17,9 @@ from orchestrator.registry.records import Attempt, Generation
 from trainer.protocol.failures.outcome import Failure, FailureKind, Losses, NodeBlame, select_kinds
 
 DAY = 86400.0
-WINDOW = 90 * DAY  # seconds of a run's history; older attempts say little about the present cluster
+WINDOW = 90 * DAY  # seconds of a run's history; older attempts say little about the current cluster
 _TRUST_IN_CLUSTER = 4.0
-"""Maximum weight of the cluster's history, in failures, because runs stress different components."""
+"""Maximum weight of the cluster's history, in failures. It is limited because runs stress different components."""
 _CLUSTER_KINDS = select_kinds(lambda traits: traits.losses is Losses.CLUSTER)
 _RUN_KINDS = select_kinds(lambda traits: traits.losses is not Losses.NOBODY)  # ends that lose unsaved work
 

@@ -56,7 +56,7 @@ class Reads(StoreOperations):
     def run(self, name: str) -> Run:
         """Return the run with this name or unique prefix, or the newest one (`@last`). Raises NotFound.
 
-        A restore test needs its whole name, or a prefix that matches only restore tests.
+        A restore test needs its full name, or a prefix that matches only restore tests.
         """
         found = self.database.first(Run, name=name)
         return self.named_run(self._resolve_name(name)) if found is None else found
@@ -112,7 +112,7 @@ class Reads(StoreOperations):
         return self.database.find(Checkpoint, run=run)
 
     def copies(self, run: str) -> list[CheckpointCopy]:
-        """Return the copies of a run's checkpoints in further tiers, by checkpoint and tier."""
+        """Return the copies of a run's checkpoints in other tiers, ordered by checkpoint and tier."""
         return self.database.find(CheckpointCopy, run=run)
 
     def restore_test(self, test: str) -> RestoreTest | None:
@@ -122,7 +122,7 @@ class Reads(StoreOperations):
     def restore_tests(
         self, run: str | None = None, *, going_on: bool = False, since: float = 0.0
     ) -> list[RestoreTest]:  # fmt: skip
-        """Return the restore tests of one run or of all, oldest first; `going_on`: only without a verdict."""
+        """Return the restore tests of one run or of all, oldest first; `going_on`: only those without a verdict."""
         where = (_BEGUN, _GOING_ON) if going_on else (_BEGUN,)
         return self.database.find(RestoreTest, *where, values={"since": since}, **_given(run=run))
 
@@ -137,7 +137,7 @@ class Reads(StoreOperations):
         return self.database.find(Transition, run=run)
 
     def changes_after(self, number: int, since: float) -> list[tuple[int, str]]:
-        """Return the numbers and runs of the changes of run state that are later than `number` and than a time."""
+        """Return the number and run of each change of a run's state after the change `number` and since a time."""
         change = TABLES[Transition].c
         wanted = (change.id > number) & (change.kind == "run") & (change.time >= since)
         return self.database.rows(select(change.id, change.run).where(wanted).order_by(change.id))
@@ -152,7 +152,7 @@ class Reads(StoreOperations):
         return self.database.find(Notice, _IN_DOMAIN[Notice], _NOTED, values=values)
 
     def nodes(self) -> list[Node]:
-        """Return every node seen, by cluster and name."""
+        """Return every node seen, ordered by cluster and name."""
         return self.database.find(Node)
 
     def config(self, digest: str) -> dict[str, Any]:
@@ -174,7 +174,7 @@ class Reads(StoreOperations):
         return self.database.find(Lease)
 
     def lease(self, scheduler: str | None = None) -> Lease | None:
-        """Return the lease for a scheduler instance's runs, or of the last controller alive; None before the first."""
+        """Return the lease covering an instance's runs (default: the most recently held lease); None if none does."""
         found = self.leases()
         return next(iter(found), None) if scheduler is None else covering_lease(found, scheduler)
 
@@ -187,7 +187,7 @@ class Reads(StoreOperations):
         return {cursor.file: cursor.offset for cursor in self.database.find(EventCursor, run=run)}
 
     def _resolve_name(self, name: str) -> str:
-        """Return the whole name; a prefix matches restore tests only if it matches no other run."""
+        """Return the full name; a prefix matches restore tests only if it matches no other run."""
         if self._names(_RUNS.name == name):
             return name
         if name == "@last":
@@ -209,7 +209,7 @@ class Reads(StoreOperations):
             parts = list(reversed(Path(os.path.abspath(os.path.expanduser(name))).parts))
             known = self._names(is_among(_RUNS.name, "parts"), parts=parts)
             if meant := next((part for part in parts if part in known), None):
-                raise NotFound(f"{name} is a path, and the name of a run is needed", hint=f"did you mean {meant}?")
+                raise NotFound(f"{name} is a path, but a run name is needed", hint=f"did you mean {meant}?")
             name = parts[0]
         near = difflib.get_close_matches(name, self._names(true(), limit=1000), n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else "`orch status -n 50` lists the newest runs"

@@ -221,8 +221,7 @@ def _has_progress(history: Sequence[EndedAttempt], index: int, *, steps_known: b
         return attempt.training_seconds >= enough and (row.started_at is not None or row.generations > 0)
     if row.saved_step is not None and row.saved_step > max((past.saved_step or 0 for past in earlier), default=0):
         return True
-    # Checkpoint names that restart or rotate show no step. The step reported by the program counts, else time, as
-    # above.
+    # Checkpoint names that restart or rotate show no step. The program's reported step counts, else time, as above.
     trained_on = row.last_step is not None and row.last_step > max((past.last_step or 0 for past in earlier), default=0)
     return attempt.saved_after >= enough or (attempt.saved_after > 0 and trained_on)
 

@@ -24,7 +24,7 @@ log = logging.getLogger("orch.controller")
 LOOK_EVERY = 30.0
 """Seconds between checks for due tests."""
 RECENT = 7 * 86400.0
-"""Seconds after its end for which a run is still tested. Later tests need a user's request."""
+"""Seconds for which a run is still tested after its end. Later tests need a user's request."""
 _UNUSABLE = (OrchError, OSError, ValueError, TypeError, KeyError, ImportError)
 """Errors from one run's configuration or folder; they must not affect other runs."""
 
@@ -173,7 +173,7 @@ class RestoreTests:
 def begin_test(store: Store, files: Files, run: Run, request: RestoreTestRequest, now: float) -> RestoreTest:
     """Create a test and pin its checkpoint. Raises the errors of `create_test`.
 
-    If the checkpoint is deleted in between, the test ends without a verdict and the next one is due.
+    If the checkpoint is deleted in between, the test ends without a verdict and the next one becomes due.
     """
     test = create_test(store, run, request, now)
     try:

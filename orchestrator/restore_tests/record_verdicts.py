@@ -32,14 +32,14 @@ _MARKS = (OSError, RunDirHangs, ImportError, ValueError)
 
 @dataclass
 class VerdictRecorder:
-    """Recorder of verdicts, for the tested run's controller, the only process that may write that run's records."""
+    """Records verdicts for the tested run's controller, which is the only process that may write that run's records."""
 
     store: Store
     files: Files
     owns: Callable[[Run], bool]
 
     def close_test(self, test: RestoreTest, epoch: int, now: float) -> str:
-        """Close a test whose run has ended or takes too long; return "" while it is in progress. Raises Fenced."""
+        """Close a test whose run has ended or is taking too long; return "" while it is in progress. Raises Fenced."""
         run, source = self.store.run(test.test), self._source(test)
         if not self.owns(source or run):
             return ""
@@ -100,7 +100,7 @@ class VerdictRecorder:
         reports = [notice.data for notice in self.store.notices(run.name) if notice.kind == EventKind.RESTORE_TESTED]
         if not reports:
             return RestoreVerdict(outcome=Outcome.NOT_FINISHED, reason=run.reason)
-        # Each rank of a user's program reports separately. A bad verdict decides, then a missing one.
+        # Each rank of a user's program reports separately. A bad verdict takes precedence, then a missing one.
         report = max(reports, key=lambda data: (data["verdict"] in FOUND_BAD, data["verdict"] != Outcome.RESTORED))
         outcome, reason = Outcome(report["verdict"]), str(report["reason"])
         if outcome is Outcome.RESTORED and run.state is not RunState.SUCCEEDED:  # another rank exited earlier
@@ -108,7 +108,7 @@ class VerdictRecorder:
         return RestoreVerdict(outcome=outcome, reason=reason, evidence=dict(report["evidence"]))
 
     def _times(self, test: RestoreTest, evidence: dict[str, Any], now: float) -> dict[str, float]:
-        """Return the job's run time, and the time from its start to the first step without verification, in seconds."""
+        """Return the job's run time, and the time from its start to the first step less verification, in seconds."""
         attempts: list[Attempt] = self.store.attempts(test.test)
         found = {"seconds": trained_seconds(attempts, now)}
         first, verified = evidence.get("first_step_at"), evidence.get("verify_seconds")

@@ -1,4 +1,4 @@
-"""One run as a pass of the controller uses it."""
+"""One run, as used by a controller pass."""
 
 from dataclasses import dataclass
 from functools import cached_property

@@ -30,7 +30,7 @@ from trainer.protocol.config_sections.scheduler_kinds import traits
 from trainer.protocol.events import Event, EventKind
 from trainer.protocol.user_code.code_record import CodeRecord
 
-UNREADABLE_EVENT = "event.unreadable"  # kind of the notice for an event that lacks required fields
+UNREADABLE_EVENT = "event.unreadable"  # notice kind for an event that lacks required fields
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ def _handle(writer: "_EventWriter") -> None:
     try:
         handler(writer)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        # The event is damaged or from another version. Judge the run by all others.
+        # The event is damaged or from another version. Judge the run by all other events.
         why = f"without {error}" if isinstance(error, KeyError) else str(error)
         log.warning("%s/%d: event %s cannot be read: %s", writer.run, writer.attempt, writer.event.kind, why)
         _notice(writer, "", unread=writer.event.kind, reason=why, kind=UNREADABLE_EVENT)

@@ -1,4 +1,4 @@
-"""Collection of the evidence about an attempt from its files and its scheduler. Nothing is decided here."""
+"""Collect the evidence about an attempt from its files and its scheduler, without deciding anything."""
 
 import errno
 import os

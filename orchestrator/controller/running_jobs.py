@@ -1,4 +1,4 @@
-"""Conditions before a launch, the controller's actions on a live job, and the node count of a run's attempts.
+"""Conditions for a launch, the controller's actions on a live job, and the node count of a run's attempts.
 
 A job that waits too long for nodes is cancelled, and the next attempt uses the available nodes. Each decision is
 recorded before it takes effect: a cancellation as a stop request, and an attempt's size with its intent.

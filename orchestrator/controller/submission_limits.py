@@ -78,8 +78,8 @@ def _change(error: SubmitRejected | ConfigError) -> str:
     return error.hint if error.hint.startswith(f"{key}=") and " " not in error.hint else f"{key}=VALUE"
 
 
-MOST_FOR_ATTEMPT = 3  # maximum submissions of one attempt whose jobs cannot be found; then a person must investigate
-MOST_IN_AN_HOUR = 20  # maximum submissions within `HOUR` whose jobs cannot be found, in all runs of the registry
+MOST_FOR_ATTEMPT = 3  # maximum number of lost submissions of one attempt; then a person must investigate
+MOST_IN_AN_HOUR = 20  # maximum number of lost submissions within `HOUR`, in all runs of the registry
 HOUR = 3600.0
 ORPHANS_FOR = 7 * 86400.0  # seconds for which a lost submission's job is searched for by its id
 

@@ -315,7 +315,7 @@ def _failure_from_outcome(evidence: Evidence, outcome: AttemptOutcome) -> Failur
 
 
 def _failure_from_signal(evidence: Evidence, stopped: Failure) -> Failure:
-    """Return the failure of an attempt that received a signal, which is the same for several causes.
+    """Return the failure of an attempt that received a signal, which may have one of several causes.
 
     Slurm sends it for preemption, the time limit and a lost node.
     """

@@ -1,4 +1,4 @@
-"""Changes of trust after a failed attempt: which checkpoints become SUSPECT, and which are cleared. Pure."""
+"""Trust changes after a failed attempt: which checkpoints become SUSPECT, and which are cleared. Pure."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ def trust_changes(
     attempts: Sequence[Attempt], generations: Sequence[Generation], checkpoints: Sequence[Checkpoint],
     newest: Failure | None, tests: Iterable[RestoreTest] = (),
 ) -> list[TrustChange]:  # fmt: skip
-    """Return the changes of trust after the last of `attempts`, which ended with the failure `newest`.
+    """Return the trust changes after the last of `attempts`, which ended with the failure `newest`.
 
     A failure that the program caused makes no checkpoint suspect, and clears those that its earlier occurrences made
     suspect. The program is the cause if the failure is a program error, or if every loadable checkpoint became suspect.

@@ -67,8 +67,8 @@ def count_failures(
 def time_between_failures(nodes: int, *, node_days: float, cluster: FailureCount, run: FailureCount) -> float:
     """Return the mean seconds between failures of a job on `nodes` nodes.
 
-    The prior is one failure per `node_days` node-days (64: a job of 64 nodes fails once a day; published rates of large
-    clusters lie between 42 and 427). The cluster's history updates it, then the run's own.
+    The prior is one failure per `node_days` node-days (64: a job of 64 nodes fails once a day; published rates for
+    large clusters lie between 42 and 427). The cluster's history updates it, then the run's own.
     """
     shape, exposure = 1.0 + cluster.failures, node_days * DAY + cluster.node_seconds
     weight = min(1.0, _TRUST_IN_CLUSTER / shape)

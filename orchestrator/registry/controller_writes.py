@@ -118,7 +118,7 @@ class ControllerWrites(UserWrites):
     def _move(
         self, run: str, kind: str, subject: str, before: StrEnum, to: StrEnum, reason: str, now: float
     ) -> dict[str, Any]:  # fmt: skip
-        """Record a change of state. Return the new state and reason, or nothing if the row is already in that state."""
+        """Record a state change. Return the new state and reason, or nothing if the row is already in that state."""
         if before == to:
             return {}
         assert may_move(before, to), f"{kind} {run}/{subject} may not go from {before} to {to}"
@@ -262,7 +262,7 @@ class ControllerWrites(UserWrites):
 
     @writes
     def exclude_node(self, name: str, cluster: str, until: float, reason: str, *, epoch: int, now: float) -> None:
-        """Exclude a node until a time (`now` ends the exclusion) and record the reason."""
+        """Exclude a node until a given time (`now` ends the exclusion) and record the reason."""
         node = self._node(name, cluster, epoch, now)
         self._alter_node(node, now, {"excluded_until": until, "reason": reason})
 

@@ -195,7 +195,7 @@ def config(path: Path, digest: str) -> dict[str, Any] | None:
 
 
 def run_folders(path: Path) -> dict[str, str]:
-    """Return the folder of every run of this registry; empty without a registry."""
+    """Return the folder of every run in this registry; empty if there is no registry."""
     return {row["name"]: row["run_dir"] for row in _rows(path, "SELECT name, run_dir FROM runs", (), any_version=True)}
 
 

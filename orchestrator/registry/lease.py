@@ -264,7 +264,7 @@ def wait_for_lease(store: "Store", observed: ObservedSince, key: str, stopping: 
         held = store.lease(key)
         state = displayed_state(held, time.time())
         renewed = held is not None and first is not None and held.renewed_at != first.renewed_at
-        # Wait for a single pass to exit, since nothing follows it, and for a stalled controller's lease to expire.
+        # Wait for a single pass to exit, since it will not stay, and for a stalled controller's lease to expire.
         if not state.once and (renewed or (state.alive and state.process_seen)):
             log.info("another controller is alive: %s", held.holder if held else "")
             return None

@@ -93,7 +93,7 @@ class Reads(StoreOperations):
         return found
 
     def submissions(self, run: str | None = None, *, since: float = 0.0) -> list[Submission]:
-        """Return the submissions of one run, or of all, since a time; oldest first."""
+        """Return the submissions of one run, or of all, since a given time, oldest first."""
         return self.database.find(Submission, _SUBMITTED, values={"since": since}, **_given(run=run))
 
     def generations(self, run: str, attempt: int | None = None) -> list[Generation]:
@@ -127,17 +127,17 @@ class Reads(StoreOperations):
         return self.database.find(RestoreTest, *where, values={"since": since}, **_given(run=run))
 
     def history(self, cluster: str, since: float) -> tuple[list[Attempt], list[Generation]]:
-        """Return the attempts on a cluster (`Run.domain`) that ran since a time, and failed generations of its runs."""
+        """Return the attempts on a cluster (`Run.domain`) since a given time, and its runs' failed generations."""
         values = {"domain": cluster, "since": since}
         attempts = self.database.find(Attempt, _IN_DOMAIN[Attempt], _LIVED, values=values)
         return attempts, self.database.find(Generation, _IN_DOMAIN[Generation], _FAILED, values=values)
 
     def transitions(self, run: str) -> list[Transition]:
-        """Return all state changes of a run, its attempts and its checkpoints, in the order of recording."""
+        """Return all state changes of a run, its attempts and its checkpoints, in the order they were recorded."""
         return self.database.find(Transition, run=run)
 
     def changes_after(self, number: int, since: float) -> list[tuple[int, str]]:
-        """Return the number and run of each change of a run's state after the change `number` and since a time."""
+        """Return the number and run of each change of a run's state after `number` and since a given time."""
         change = TABLES[Transition].c
         wanted = (change.id > number) & (change.kind == "run") & (change.time >= since)
         return self.database.rows(select(change.id, change.run).where(wanted).order_by(change.id))
@@ -147,7 +147,7 @@ class Reads(StoreOperations):
         return self.database.find(Notice, run=run)
 
     def cluster_notices(self, cluster: str, kinds: Iterable[str], since: float) -> list[Notice]:
-        """Return the notices of these kinds in all runs of a cluster since a time, oldest first."""
+        """Return the notices of these kinds in all runs of a cluster since a given time, oldest first."""
         values = {"domain": cluster, "kinds": sorted(kinds), "since": since}
         return self.database.find(Notice, _IN_DOMAIN[Notice], _NOTED, values=values)
 
@@ -183,7 +183,7 @@ class Reads(StoreOperations):
         return self.database.find(UserRequest, *((_PENDING,) if pending else ()))
 
     def cursors(self, run: str) -> dict[str, int]:
-        """Return the read offset of every event file of a run."""
+        """Return the read offset of each of a run's event files."""
         return {cursor.file: cursor.offset for cursor in self.database.find(EventCursor, run=run)}
 
     def _resolve_name(self, name: str) -> str:

@@ -173,7 +173,7 @@ class CheckpointCopy:
 
 @dataclass(frozen=True, kw_only=True)
 class Transition:
-    """Change of state with its reason. `kind` is run, attempt or checkpoint."""
+    """State change with its reason. `kind` is run, attempt or checkpoint."""
 
     run: str
     kind: str
@@ -222,7 +222,7 @@ class Node:
 PERSON, ORCH = "person", "orch"
 """Sources of an exclusion."""
 BY_PERSON = "excluded by "
-"""Prefix of the reason of a person's exclusion, followed by the person and the cause."""
+"""Prefix of the reason for an exclusion by a person, followed by the person and the cause."""
 UNTIL_RELEASED = 32503680000.0
 """End of an exclusion without a time limit: the year 3000."""
 

@@ -1,4 +1,4 @@
-"""Record of a run: a copy of its rows in its run directory, in case the registry is lost."""
+"""Run record: a copy of a run's rows in its run directory, in case the registry is lost."""
 
 import logging
 import math

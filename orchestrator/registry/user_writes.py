@@ -98,7 +98,7 @@ class UserWrites(Reads):
         under_way = [test.test for test in self.restore_tests(run, going_on=True)]
         require_removable(found, self.attempts(run), under_way)
         if not found.removal:
-            reason = f"is being removed; to finish that: orch rm {run}"
+            reason = f"is being removed; to finish: orch rm {run}"
             self.database.update(Run, {"removal": Removal.BEGUN, "reason": reason}, name=run)
 
     @writes

@@ -223,7 +223,7 @@ def _with_configs(folder: RunDir, record: RunRecord, submitted: dict[str, Any], 
         steps = 0 if configs[newest].get("command") else configs[newest]["train"]["steps"]
         run = replace(record.run, config_digest=newest, total_steps=steps)
         if recorded and run.state in LIVE_RUNS:
-            lost = "rebuilt, but a change of its configuration is lost: repeat it with `orch resume RUN KEY=VALUE`"
+            lost = "rebuilt, but a change to its configuration is lost: repeat it with `orch resume RUN KEY=VALUE`"
             run = replace(run, state=RunState.HELD, reason=lost.replace("RUN", run.name))
         record = replace(record, run=run)
     return ImportableRun(folder=folder, configs=configs, record=replace(record, attempts=attempts))

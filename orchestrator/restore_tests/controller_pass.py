@@ -105,7 +105,7 @@ class RestoreTests:
         """Refuse tests in excess of the runs' highest `max_parallel`. A test that cannot start takes no slot."""
         under_way = len(self.store.restore_tests(going_on=True))
         room, limited = most - under_way, []
-        waits = f"{under_way} in progress, the limit is {most} (restore_tests.max_parallel)"
+        waits = f"{under_way} in progress; the limit is {most} (restore_tests.max_parallel)"
         for due in found:
             if due.at > now or due.refused:
                 limited.append(due)

@@ -91,7 +91,7 @@ def _own(run: Run) -> LocalStorage:
 LEAST_MINUTES = 30
 """Time limit in minutes for a small checkpoint.
 
-A shorter limit of the run, or `restore_tests.cluster.time`, takes precedence.
+A shorter limit set by the run, or `restore_tests.cluster.time`, takes precedence.
 """
 BYTES_PER_MINUTE = 2 << 30
 """Checkpoint bytes per additional minute of time limit; a test reads them three times, at 100 MB/s or faster."""

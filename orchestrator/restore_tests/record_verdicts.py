@@ -62,7 +62,7 @@ class VerdictRecorder:
         return f"{test.test}: step {test.step} of {test.run} on {test.layout}: {found.outcome}, {found.reason}"
 
     def unpin_ended(self, since: float) -> None:
-        """Remove the pins of tests that ended after `since`: a missing folder or space on a full disk may be back."""
+        """Retry removing the pins of tests that ended after `since`. The folder or disk space may be back by now."""
         for test in self.store.restore_tests(since=since):
             if test.ended_at is None:
                 continue
@@ -87,7 +87,7 @@ class VerdictRecorder:
             return f"given up after {(now - started) / HOUR:.1f} h: {run.reason}" if now - started > limit else ""
         age = now - test.begun_at
         most = START_WITHIN if run.state is RunState.CREATED else QUEUE_AT_MOST
-        return f"not begun within {most / HOUR:.0f} h: {run.reason}" if age > most else ""
+        return f"not started within {most / HOUR:.0f} h: {run.reason}" if age > most else ""
 
     def _minutes(self, run: Run) -> int:
         try:

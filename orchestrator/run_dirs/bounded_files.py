@@ -1,6 +1,6 @@
 """Access to run directories with a timeout: a hanging directory delays only its own run, and only once.
 
-A thread that waits for a dead file server cannot be stopped. It is left behind, and until it returns no other work
+A thread that waits for a dead file server cannot be stopped. It is left behind, and until it returns, no other work
 starts in that run's directory, so that its writes cannot come after later ones.
 """
 

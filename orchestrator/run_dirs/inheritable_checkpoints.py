@@ -132,7 +132,7 @@ def find_checkpoints(
 def _find_absent(
     places: Iterable[ResolvedTier], newest: Checkpoint | None, copies: Iterable[CheckpointCopy]
 ) -> dict[str, OSError]:
-    """Return, by path, the tiers whose folder is missing although the registry has the newest checkpoint there."""
+    """Return, keyed by path, the tiers whose folder is missing although the newest checkpoint should be there."""
     if newest is None:
         return {}
     holders = {newest.tier, *(copy.tier for copy in copies if copy.name == newest.name)}

@@ -85,7 +85,7 @@ def missing_room(folder: RunDir, checkpoint: int) -> str:
     free = _free(folder) if checkpoint else None
     if free is not None and free < checkpoint + LEAST:
         left, wanted = free / (1 << 20), checkpoint / (1 << 20)
-        room = f"{left:.1f} MiB are free, a checkpoint needs {wanted:.1f} MiB"
+        room = f"{left:.1f} MiB are free; a checkpoint needs {wanted:.1f} MiB"
         return f"{disk_words(errno.ENOSPC)}: {room} ({folder.path})"
     return write_probe(folder.path, min(checkpoint + LEAST, _MOST_PROBED))
 

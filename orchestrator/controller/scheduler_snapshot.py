@@ -1,4 +1,4 @@
-"""Jobs in a scheduler: their attempts, the settings that a site has changed, and the answers of one pass."""
+"""Jobs in a scheduler: their attempts, the settings that a site has changed, and the answers from one pass."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping

@@ -1,4 +1,4 @@
-"""Effects of the controller outside the registry: submit, release, cancel, GO, requests. All are repeatable."""
+"""The controller's effects outside the registry: submit, release, cancel, GO and requests. All are repeatable."""
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -46,21 +46,21 @@ T = TypeVar("T")
 
 
 def training_notes(store: Store, attempt: Attempt) -> list[str]:
-    """Return what the user should know about an attempt: unaccepted code changes and diverging restarts."""
+    """Return what the user should know about an attempt: unaccepted code changes and restarts that diverged."""
     newest = {notice.kind: notice.data for notice in store.notices(attempt.run) if notice.attempt == attempt.number}
     code, restart = newest.get(EventKind.CODE_CHANGED), newest.get(EventKind.RESTART_DIFFERS)
     notes = []
     if code is not None and not code.get("accepted"):
-        notes.append(f"trains different code: {code.get('reason')}")
+        notes.append(f"runs different code: {code.get('reason')}")
     if restart is not None:
         notes.append(f"diverged after a restart: {restart.get('reason')}")
     return notes
 
 
-AMBIGUOUS_FOR = 60.0  # seconds of look-ups that are answered but find no job, until the job counts as absent
+AMBIGUOUS_FOR = 60.0  # seconds of answered look-ups without a match before the job counts as absent
 
 SUBMIT_WITHIN = 180.0
-"""Seconds allowed for file work that may be slow without a fault: Slurm commands, or tiers with many files."""
+"""Seconds allowed for file work that can be slow when nothing is wrong: Slurm commands, or tiers with many files."""
 
 EXCLUDED_HINT = "excluded (see `orch nodes ls`; readmit with `orch nodes release NODE`)"
 """Hint for a rejected job that had nodes to avoid."""
@@ -70,7 +70,7 @@ SAME_TIME_S = 30.0  # a new deadline is requested only if it differs from the la
 
 PoolSize = Callable[[RunConfig], int | None]
 UsableNodes = Callable[[Resources, frozenset[str]], int | None]
-"""Count of nodes in service that could run a job with these resources, including busy nodes but not these names.
+"""Number of nodes in service that could run a job with these resources, including busy nodes but not the named ones.
 
 None if the scheduler cannot report it. Raises SlurmUnreachable if it does not answer.
 """
@@ -84,7 +84,7 @@ class Stamp(TypedDict):
 
 
 class Actor:
-    """Effects under one lease. Each effect first checks that the lease is still held, and raises Fenced if not."""
+    """Effects performed under one lease. Each first checks that the lease is still held, and raises Fenced if not."""
 
     def __init__(
         self, store: Store, schedulers: Mapping[str, Scheduler], clock: Clock, observed: ObservedSince
@@ -125,7 +125,7 @@ class Actor:
         self.actions.append(what)
 
     def in_folder(self, folder: RunDir, work: Callable[[], T], patience: float | None = None) -> T:
-        """Return the result of `work`, which touches this run's files. Raises RunDirHangs, or what `work` raises."""
+        """Return the result of `work` on this run's files. Raises RunDirHangs, or whatever `work` raises."""
         return self.files.call(folder.path, work, patience)
 
     # -- from an intent to exactly one job
@@ -158,11 +158,11 @@ class Actor:
     def is_absent(self, attempt: Attempt, snapshot: SchedulerSnapshot) -> bool:
         """Return whether it is certain that this attempt has no job."""
         key = f"absent:{attempt.job_name}"
-        # A missing answer proves nothing, and the time of empty answers starts over.
+        # A missing answer proves nothing, so the timing of the absence starts over.
         if not snapshot.swept:
             self.observed.forget(key)
             return False
-        # The mark is written before sbatch, so nothing was submitted.
+        # The mark is written before sbatch runs; without it, nothing was submitted.
         if attempt.submitted_at is None:
             return True
         return self.observed.age(key, attempt.submitted_at) >= self.ambiguous_for
@@ -177,7 +177,7 @@ class Actor:
         self.note(view.run, f"{_search_note(ids)}; it is resubmitted after {self.ambiguous_for:.0f} s")
 
     def _take_ids_from_folder(self, view: ControlledRun) -> None:
-        """Recover job ids from submitit's file names after a controller died between sbatch and its record."""
+        """Recover job ids from submitit's file names if a controller died after sbatch, before recording the id."""
         recorded = self._submissions(view)
         open_ones = [one for one in unresolved_submissions(recorded) if one.job_id is None]
         if not open_ones:
@@ -192,7 +192,7 @@ class Actor:
         return [one for one in self.store.submissions(view.run.name) if one.attempt == view.last.number]
 
     def _handle_rejection(self, view: ControlledRun, error: SubmitRejected | ConfigError) -> Failure:
-        """Return the failure of a rejected submission; end the exclusion of nodes that Slurm no longer knows."""
+        """Return the failure for a rejected submission, and end the exclusion of nodes that Slurm no longer knows."""
         stamp, domain = self.stamp(), view.run.domain
         for node in error.unknown_nodes if isinstance(error, SubmitRejected) else ():
             self.store.exclude_node(node, domain, stamp["now"], "Slurm no longer knows this node", **stamp)
@@ -208,7 +208,7 @@ class Actor:
         except (SubmitRejected, ConfigError) as error:
             return self._handle_rejection(view, error)
         except SlurmUnreachable as error:
-            # The job may exist despite the error. Only look-ups decide, in this pass or a later one.
+            # The job may exist despite the error. Only look-ups can tell, in this pass or a later one.
             self.record_action(f"{view.run.name}/{attempt.number}: {error.what}: looking for the job")
             self.note(view.run, f"looks for its job, which may exist: {error.what}")
         record = replace(JobRecord.from_rows(view.run, attempt, self._submissions(view)), fresh=job_id)
@@ -227,7 +227,7 @@ class Actor:
         self.in_folder(view.folder, lambda: ensure_attempt_dir(view.folder, attempt, config, base))
 
     def _submit(self, view: ControlledRun, scheduler: Scheduler) -> str | None:
-        """Submit the job: record the intent first and the id right after; return the id if sbatch printed one."""
+        """Submit the job, recording the intent before and the id right after. Return the id if sbatch printed one."""
         attempt, run = view.last, view.run.name
         failpoints.reach("before_mark")
         self.renew_lease()
@@ -295,7 +295,7 @@ class Actor:
             self.store.note_submission(view.run.name, view.last.number, number, epoch=self.epoch, outcome=outcome)
 
     def release(self, run: Run, attempt: Attempt, folder: RunDir, config: RunConfig) -> None:
-        """Write GO unless it is in force, and release the job. Rewriting a GO in force would fence the job."""
+        """Write GO unless it is already in force, and release the job. Rewriting a GO in force would fence the job."""
         assert attempt.job_id is not None
         place = folder.attempt(attempt.number)
         if not self.in_folder(folder, lambda: _in_force(place, attempt)):
@@ -367,7 +367,7 @@ class Actor:
     # -- fences and cancellation
 
     def fence(self, place: AttemptDir) -> None:
-        """Fence an attempt: a process of it that reads GO from now on must neither commit nor delete."""
+        """Fence an attempt: any of its processes that reads GO from now on must neither commit nor delete."""
         folder = RunDir(place.path.parent.parent)
         if self.in_folder(folder, lambda: not place.path.is_dir() or is_revoked(place.go)):
             return
@@ -377,7 +377,7 @@ class Actor:
         failpoints.reach("after_revoke")
 
     def cancel(self, run: Run, job_id: str, reason: str) -> None:
-        """Cancel a job. Repeated calls are harmless; while the job remains, Slurm is asked only at intervals."""
+        """Cancel a job. Repeated calls are harmless, because Slurm is asked only at intervals while the job remains."""
         if not self._pauses.is_due(f"cancel {job_id}"):
             return
         self.renew_lease()
@@ -387,7 +387,7 @@ class Actor:
         self.record_action(f"cancelled job {job_id} of {run.name}: {reason}")
 
     def cancel_orphan(self, run: Run, owner: JobRecord, job_id: str, reason: str) -> None:
-        """End a job that was submitted for an attempt but not adopted, and record that it was found."""
+        """Cancel a job that was submitted for an attempt but not adopted, and record its submission as cancelled."""
         self.cancel(run, job_id, reason)
         for one in unresolved_submissions(owner.submissions):
             if one.job_id == job_id:
@@ -396,7 +396,7 @@ class Actor:
     def request_once(
         self, folder: RunDir, kind: RequestKind, attempt: int, reason: str, value: float | None, detail: str = ""
     ) -> bool:
-        """Send an attempt a request at most once per kind and value; return whether it was sent now."""
+        """Send an attempt a request at most once per kind and value; return whether this call sent it."""
         if self.in_folder(folder, lambda: _is_asked(folder, kind, attempt, value)):
             return False
         self.renew_lease()

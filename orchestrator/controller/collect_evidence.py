@@ -1,4 +1,4 @@
-"""Evidence about an attempt from its files and its scheduler, without decisions."""
+"""Collect the evidence about an attempt from its files and its scheduler, without deciding anything."""
 
 import errno
 import os
@@ -39,7 +39,7 @@ TAIL = 64 * 1024  # bytes read from the end of each log
 
 
 def read_files(place: AttemptDir) -> tuple[Heartbeat | None, Evidence]:
-    """Return the heartbeat and the evidence of an attempt's files; an unreadable file counts as missing."""
+    """Return the heartbeat and the evidence from an attempt's files; an unreadable file counts as missing."""
     odd: list[str] = []
     heartbeat, outcome = _read(Heartbeat.read, place.heartbeat, odd), _read(AttemptOutcome.read, place.outcome, odd)
     # A coordinator that has lost an agent does not know why.
@@ -116,7 +116,7 @@ def collect_evidence(
 
 
 def lost_interpreter(view: ControlledRun) -> str:
-    """Return the interpreter recorded at submit if it is gone: its virtual environment was moved or rebuilt.
+    """Return the interpreter recorded at submission if it is gone because its virtual environment was moved or rebuilt.
 
     An interpreter from the configuration or a template is not checked, because it may exist only on the nodes.
     """
@@ -161,7 +161,7 @@ def removed_nodes(job: JobStatus | None, observed: ObservedSince, key: str) -> t
         gone, seen = seen - set(job.nodes), seen | set(job.nodes)
         observed.age(f"nodes:{key}", " ".join(sorted(seen)))
         observed.age(f"left:{key}", " ".join(sorted(gone)))
-    # Slurm may list all nodes again for an ended job.
+    # After a job has ended, Slurm may list all of its nodes again.
     return tuple(sorted(gone))
 
 
@@ -211,7 +211,7 @@ def growth(place: AttemptDir) -> str:
 
 
 def _stillness(observed: ObservedSince, key: str, job: JobStatus | None, value: str) -> float:
-    """Return how many seconds a running job has kept this value; reset while the job is not RUNNING."""
+    """Return for how many seconds a running job has kept this value; the count restarts if the job is not RUNNING."""
     if job is None or job.state != "RUNNING" or not value:
         observed.forget(key)
         return 0.0

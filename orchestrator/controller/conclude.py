@@ -34,14 +34,14 @@ _RUN_AFTER = {
 
 
 def conclude(actor: Actor, view: ControlledRun, verdict: Verdict, rng: Random, gone: Sequence[str] = ()) -> Decision:
-    """End the newest attempt of a run and decide the next action; `gone`: nodes that the scheduler removed from it."""
+    """End a run's newest attempt and decide the next action. `gone`: nodes that the scheduler removed from its job."""
     run, attempt = view.run, view.last
     state, why, failure = verdict
     failure = attribute_drill(failure, actor.store.notices(run.name), attempt.number, attempt.generations)
     actor.fence(view.attempt_dir)
     now = actor.clock.wall()
     pool = load_pool(actor, view, gone)
-    held = None if failure is None or failure.drill else failure  # a drill counts against no node
+    held = None if failure is None or failure.drill else failure  # a drill is not held against any node
     blamed = [one for one in nodes_to_exclude(held, pool, view.config.recovery, now) if one.node is not None]
     decision = _decision(actor, view, (state, why, failure), now, rng, blamed)
 
@@ -72,7 +72,7 @@ def conclude(actor: Actor, view: ControlledRun, verdict: Verdict, rng: Random, g
 def _note_nodes(
     actor: Actor, run: Run, attempt: Attempt, failure: Failure | None, blamed: Sequence[ExclusionDecision]
 ) -> None:
-    """Count the failure on its nodes and record which nodes are avoided from now on."""
+    """Count the failure against its nodes, and record which nodes to avoid from now on."""
     if traits(run.cluster).simulated_nodes:
         return
     stamp = actor.stamp()
@@ -87,7 +87,7 @@ def _note_nodes(
 
 
 def apply(actor: Actor, run: Run, decision: Decision, now: float) -> None:
-    """Move the run to the state that a decision requires; if a person is needed, the reason names the command."""
+    """Move the run to the state that a decision requires. If a person must act, the reason names the command to run."""
     reason = decision.reason
     cured = f"orch resume {run.name} " in reason  # the reason already names the change to make
     if decision.action in (Action.HOLD, Action.FAIL) and not (cured or is_restore_test(run)):
@@ -115,7 +115,7 @@ def _decision(
 
 
 def cancel_decision(actor: Actor, view: ControlledRun) -> Decision:
-    """Return the decision for a cancelled run. Its reason never names a checkpoint that is missing from the folder."""
+    """Return the decision for a cancelled run. If the newest checkpoint is missing from the folder, it says so."""
     step = max((attempt.saved_step for attempt in view.attempts if attempt.saved_step is not None), default=None)
     return after_cancel(step, "" if step is None else _missing(actor, view, step))
 
@@ -144,7 +144,7 @@ def is_restore_test(run: Run) -> bool:
 
 
 def _steps_known(view: ControlledRun) -> bool:
-    """Return whether steps are known. Only checkpoints show a command's steps, and their path may be wrong."""
+    """Return whether steps are known. A command shows them only in its checkpoints, whose path may be misconfigured."""
     return not view.config.command or any(attempt.saved_step is not None for attempt in view.attempts)
 
 

@@ -1,4 +1,4 @@
-"""Adopt the environment of a run's submitter if the controller's own environment does not reach Slurm.
+"""Adopt the environment of a run's submitter if the controller's own environment cannot reach Slurm.
 
 The shell that started the controller may have had no SLURM_CONF, or a SLURM_CONF that has since moved.
 """
@@ -24,12 +24,12 @@ from trainer.protocol.config_sections.scheduler_kinds import SLURM
 
 log = logging.getLogger("orch.controller")
 
-TRY_AGAIN = 60.0  # seconds before an environment where Slurm did not answer is tried again
-MOST_TRIED = 3  # maximum environments tried in a row; each may take ten seconds, and a lease lasts a minute
+TRY_AGAIN = 60.0  # seconds before an environment in which Slurm did not answer is tried again
+MOST_TRIED = 3  # maximum number of environments tried in a row; each may take ten seconds, and a lease lasts a minute
 
 
 class EnvironmentSearch:
-    """Search for a working environment. It remembers which environments were tried, and when."""
+    """Searches for a working environment, and remembers which ones were tried, and when."""
 
     def __init__(self, between: Callable[[], None] = lambda: None, mono: Callable[[], float] = time.monotonic) -> None:
         """`between` is called before each try."""
@@ -73,13 +73,13 @@ def adopt_at_start(store_path: Path, kind: str) -> None:
     """Look for a working environment before the controller knows its scheduler instance, if Slurm does not answer."""
     if kind != SLURM or not store_path.exists() or SlurmInstance()():
         return
-    # The next open of the registry reports the error.
+    # The next attempt to open the registry reports the error.
     with suppress(RegistryError), Store.open(store_path, readonly=True) as store:
         EnvironmentSearch().adopt(store.runs(LIVE_RUNS), "")
 
 
 class SlurmWatch:
-    """Record, after each pass of a daemon, of whether Slurm answered. If not, it searches for a working environment."""
+    """Records after each pass of a daemon whether Slurm answered. If it did not, searches for a working environment."""
 
     def __init__(self, store_path: Path, kind: str, controller: Controller) -> None:
         self._path, self._kind, self._controller = store_path, kind, controller

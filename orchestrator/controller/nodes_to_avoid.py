@@ -35,7 +35,7 @@ _NOTICED = (EventKind.INCIDENT, EventKind.STRAGGLER, EventKind.PREFLIGHT, EventK
 def load_pool(actor: Actor, view: ControlledRun, gone: Sequence[str] = ()) -> Pool:
     """Return the nodes this run may use, with their records; simulated nodes are never excluded.
 
-    `gone`: nodes that the scheduler removed from the newest attempt's job while it continued.
+    `gone`: nodes that the scheduler removed from the newest attempt's job while the job continued.
     """
     if traits(view.run.cluster).simulated_nodes:
         return Pool(size=view.config.cluster.all_nodes, needed=view.config.cluster.all_nodes)
@@ -94,7 +94,7 @@ def to_avoid(actor: Actor, view: ControlledRun, needed: int | None = None) -> tu
 
 
 def _in_service(actor: Actor, view: ControlledRun, pool: Pool, now: float) -> int | None:
-    """Count the nodes in service that no person has excluded; None if enough are left for the smallest size."""
+    """Count the nodes in service that no person has excluded; None if the smallest size fits without readmissions."""
     resources = job_spec(view.run, view.last, view.config).resources
     left = actor.usable_nodes(resources, frozenset(excluded_nodes(pool.known, now)) | pool.by_persons)
     if left is None or left >= world_sizes(view.config)[-1].all_nodes:

@@ -1,4 +1,4 @@
-"""Runs and jobs of this controller, and the removal of orphaned jobs."""
+"""This controller's runs and jobs, and the cancellation of orphaned jobs."""
 
 import logging
 import socket
@@ -20,17 +20,17 @@ Claim = tuple[bool, str]  # whether a run belongs to this controller, and why; t
 
 
 def is_ours(run: Run, scheduler: str) -> bool:
-    """Return whether the lease for `scheduler` covers this run; the lease for all runs has the empty name."""
+    """Return whether the lease for `scheduler` covers this run; the lease for all runs has an empty name."""
     return scheduler in ("", run.scheduler)
 
 
 def is_addressed_to(run: Run, request: UserRequest, scheduler: str) -> bool:
-    """Return whether a request concerns a run of `scheduler`, or a run that a person moves to it."""
+    """Return whether a request concerns a run of `scheduler`, or a run that the user is moving to it."""
     return is_ours(run, scheduler) or (is_known(scheduler) and request.args.get("here") == scheduler)
 
 
 def never_submitted(attempts: Sequence[Attempt]) -> bool:
-    """Return whether no scheduler can have a job of this run. Each attempt is marked before its first submission."""
+    """Return whether it is certain that this run has no job: each attempt is marked before its first submission."""
     return len(attempts) == 1 and attempts[0].submitted_at is None and attempts[0].job_id is None
 
 
@@ -53,7 +53,7 @@ def claim(run: Run, attempts: Sequence[Attempt], snapshot: SchedulerSnapshot, ho
 def claim_moved(attempts: Sequence[Attempt], snapshot: SchedulerSnapshot) -> Claim:
     """Decide whether a run of another instance with the same ClusterName belongs here, since its Slurm may have moved.
 
-    The proof is a job whose name or comment has the run, attempt and nonce.
+    The proof is a job whose name or comment contains the run, attempt and nonce.
     """
     ours = {(attempt.run, attempt.number, attempt.nonce) for attempt in attempts}
     for job in (*snapshot.found, *snapshot.polled.values()):
@@ -68,7 +68,7 @@ def _is_evidence(run: Run, job: JobStatus) -> bool:
 
 
 class Domain:
-    """Runs of one controller, determined by its lease's scheduler and the scheduler that commands reach now."""
+    """One controller's runs, as determined by its lease's scheduler and the scheduler that commands reach now."""
 
     def __init__(self, actor: Actor, instance: Instance | None) -> None:
         self._actor, self.instance = actor, instance
@@ -90,7 +90,7 @@ class Domain:
         return [run for run in runs if self.has(run) or (not run.scheduler and run.cluster in self._actor.schedulers)]
 
     def runs_to_look_up(self, live: Sequence[Run]) -> list[Run]:
-        """Return the live runs whose jobs may be in this scheduler, under its present or a former name."""
+        """Return the live runs whose jobs may be in this scheduler, under its current or a former name."""
         return self._own(live) + [run for run in live if same_cluster_name(run.scheduler, self.scheduler)]
 
     def _unclaimed_runs(self, live: Sequence[Run]) -> list[Run]:
@@ -105,7 +105,7 @@ class Domain:
             made.setdefault(one.run, []).append(one)
         known = {run.name: (run, attempts[run.name]) for run in runs}
         for name, several in made.items():
-            # A job id has no meaning in a different Slurm.
+            # A job id means nothing in a different Slurm instance.
             if name not in known and unresolved_submissions(several) and self.has(run := store.run(name)):
                 known[name] = run, tuple(store.attempts(name))
         return {
@@ -125,7 +125,7 @@ class Domain:
         return {kind: self.silence(kind) or "its instance is still unknown" for kind in unclaimed}
 
     def has_pending_request(self) -> bool:
-        """Return whether a user request waits for this controller's answer."""
+        """Return whether a user request is waiting for this controller's answer."""
         store = self._actor.store
         return any(
             is_addressed_to(store.run(request.run), request, self.scheduler) for request in store.user_requests()
@@ -143,7 +143,7 @@ class Domain:
         if run.scheduler and not snapshot.answered:
             return False, ""
         if not is_known(self.scheduler) or not snapshot.answered:
-            return False, f"{run.cluster} does not answer, nothing is assumed: {snapshot.error}"
+            return False, f"{run.cluster} does not answer, so nothing is assumed: {snapshot.error}"
         known = bool(run.scheduler)
         holds, why = claim_moved(attempts, snapshot) if known else claim(run, attempts, snapshot, socket.gethostname())
         if not holds:
@@ -178,7 +178,7 @@ log = logging.getLogger("orch.controller")
 
 
 def sweep_orphans(actor: Actor, domain: Domain, kind: str, snapshot: SchedulerSnapshot) -> None:
-    """Cancel the orphans that a sweep has found. A later sweep finds those that cannot be cancelled now."""
+    """Cancel the orphaned jobs that a sweep has found. Any that cannot be cancelled now are left to a later sweep."""
     for job in snapshot.found:
         if is_live(job) and job.state not in LEAVING_STATES and job.state != UNREADABLE:
             try:

@@ -75,7 +75,7 @@ class TickReport:
 
 log = logging.getLogger("orch.controller")
 
-SWEEP_EVERY = 30.0  # seconds between sweeps by name when no event requires one
+SWEEP_EVERY = 30.0  # seconds between sweeps by name when no event requires one sooner
 
 
 class Controller:
@@ -157,7 +157,7 @@ class Controller:
         adopted = [attempt for attempt in last if attempt.state in (AttemptState.SUBMITTED, AttemptState.RUNNING)]
         due = self.clock.mono() - self._swept_at.get(kind, -SWEEP_EVERY) >= SWEEP_EVERY
         wanted = [job_id for attempt in last for job_id in records[attempt.run, attempt.number].wanted_ids(attempt)]
-        if due:  # accounting shows whose run it is even if its job has ended
+        if due:  # accounting shows whom a run belongs to even after its job has ended
             strangers = [attempts[run.name][-1] for run in mine if not self.domain.has(run)]
             wanted += [attempt.job_id for attempt in strangers if attempt.job_id is not None]
         self.actor.renew_lease_if_due()
@@ -194,14 +194,14 @@ class Controller:
             raise
         except SlurmUnreachable as error:
             self._silent.setdefault(run.cluster, error.what)
-            self.actor.note(run, f"{run.cluster} does not answer, nothing is assumed: {error.what}")
+            self.actor.note(run, f"{run.cluster} does not answer, so nothing is assumed: {error.what}")
         except RunDirHangs as error:
             self._errors.append(f"{run.name}: {error.what}")
             self.actor.note(run, f"{error.what}; its job is left alone and will be looked up again")
             self._cancel_without_folder(run, attempts, snapshot)
         except Precondition as error:
             self._hold(run, error)
-        except Exception as error:  # outermost edge: an error of one run must not stop the others
+        except Exception as error:  # outermost edge: an error in one run must not stop the others
             if disk := explain_disk_error(error, Path(run.run_dir)):
                 self.actor.note(run, f"{FailureKind.STORAGE}: {disk}; retrying until it works")
                 return False
@@ -211,14 +211,14 @@ class Controller:
         return False
 
     def _cancel_without_folder(self, run: Run, attempts: tuple[Attempt, ...], snapshot: SchedulerSnapshot) -> None:
-        """Cancel a run's job without its files; the run itself is cancelled once its directory answers again."""
+        """Cancel a run's job without using its files. The run itself is cancelled once its directory answers again."""
         view = self._view(run, attempts)
         if view.cancel is not None and view.last.state in LIVE_ATTEMPTS and snapshot.for_attempt(view.last).answered:
             with suppress(RunDirHangs, SlurmUnreachable):
                 user_requests.advance_cancel(self.actor, view, snapshot)
 
     def _view(self, run: Run, attempts: tuple[Attempt, ...]) -> ControlledRun:
-        """Return the run with its effective config: a live attempt's own config, which may be for a smaller world."""
+        """Return the run with the config in effect: a live attempt has its own, which may be for a smaller world."""
         last = attempts[-1]
         digest = (last.config_digest if last.state in LIVE_ATTEMPTS else "") or run.config_digest
         cancel = self._cancels.get(run.name)
@@ -231,7 +231,7 @@ class Controller:
         if view.last.state in LIVE_ATTEMPTS:
             snapshot = snapshot.for_attempt(view.last)
         if not snapshot.answered:
-            self.actor.note(view.run, f"{view.run.cluster} does not answer, nothing is assumed: {snapshot.error}")
+            self.actor.note(view.run, f"{view.run.cluster} does not answer, so nothing is assumed: {snapshot.error}")
         if view.last.state is AttemptState.INTENT:
             return self._intent(view, snapshot)
         if view.last.state in LIVE_ATTEMPTS:
@@ -239,7 +239,7 @@ class Controller:
         return self._next(view, snapshot)
 
     def _intent(self, view: ControlledRun, snapshot: SchedulerSnapshot) -> bool:
-        # This comes first because a run whose folder cannot be created must be cancellable.
+        # This comes first because a run whose folder cannot be created must still be cancellable.
         if view.cancel is not None:
             if user_requests.cancel_intent(self.actor, view, snapshot):
                 self._end_cancelled(view)
@@ -269,7 +269,7 @@ class Controller:
             return False
         for what in ("gone", "ended", "beat"):
             self.observed.forget(f"{what}:{view.run.name}/{view.last.number}")
-        self.actor.note(view.run, f"{why}; nothing is assumed until it is")
+        self.actor.note(view.run, f"{why}; nothing is assumed until this is resolved")
         return True
 
     def _refuse_other_registry(self, view: ControlledRun) -> None:
@@ -304,10 +304,10 @@ class Controller:
             return fresh
         lost = view.last.job_id
         if verdict[0] is AttemptState.LOST and lost is not None and lost not in snapshot.polled:
-            # The job list may be wrong to omit this job, which must not start next to its successor.
+            # The job list may have omitted this job by mistake, and it must not run alongside its successor.
             end_judged_job(self.actor, view, lost, "Slurm no longer lists it")
         if job is not None and is_live(job) and not evidence.job_leaving:
-            # The run may end with this attempt, and then nothing checks the job again.
+            # If the run ends with this attempt, nothing will check the job again.
             end_judged_job(self.actor, view, job.job_id, verdict[1])
         # Ingest what the job wrote last.
         ingest(self.store, view, **self.actor.stamp(), files=self.files)
@@ -353,10 +353,10 @@ class Controller:
         if view.cancel is not None and snapshot.swept and not blockers:
             user_requests.mark_cancelled(self.actor, view)
             return True
-        # A pause never exceeds `backoff_max`; if more is left, the clock has been set.
+        # A pause never exceeds `backoff_max`; if more is left, the clock was set back.
         waits = 0.0 < run.not_before - self.clock.wall() <= view.config.recovery.backoff_max
         if view.cancel is None and waits and snapshot.answered and view.last.decision:
-            self.actor.note(run, view.last.decision["reason"])  # shows the reason for the pause again after other notes
+            self.actor.note(run, view.last.decision["reason"])  # restores the reason for the pause after other notes
         if view.cancel is not None or waits or not snapshot.swept:
             return False
         if blockers:
@@ -395,12 +395,12 @@ class Controller:
 
     def _hold(self, run: Run, error: Precondition) -> None:
         reason = "; ".join(part for part in (error.what, error.where, error.hint) if part)
-        # After an error of the file system, no `orch resume` is needed.
+        # After a file system error, no `orch resume` is needed.
         if isinstance(error.__cause__, OSError):
             self.actor.note(run, f"{reason}; retrying until it works")
             return
         last = self.store.attempts(run.name)[-1]
-        # Nothing follows the job of a held run, so a run that may have a job is not held.
+        # A held run's job is not followed, so a run that may have a job is not held.
         if last.state in LIVE_ATTEMPTS and last.submitted_at is not None:
             self._errors.append(f"{run.name}: {reason}")
             self.actor.note(run, f"{reason}; its job is still being followed")

@@ -8,12 +8,12 @@ from orchestrator.registry.run_record import RunRecord, write_record, write_reco
 from orchestrator.run_dirs.bounded_files import Files, RunDirHangs
 from trainer.protocol.run_dir import RunDir
 
-AGAIN = 10.0  # seconds between tries for a hanging directory
+AGAIN = 10.0  # seconds between attempts to write to a hanging directory
 RATE = 64 << 10  # average bytes per second for the record of one run; larger records are written less often
 
 
 class RecordWriter:
-    """Hook that is called after every commit with the names of changed runs; `write_owed` writes what is left."""
+    """Hook that is called after every commit with the names of changed runs; `write_owed` writes the rest."""
 
     def __init__(self, store: Reads, files: Files, clock: Callable[[], float] = time.monotonic) -> None:
         self._store, self._files, self._clock = store, files, clock

@@ -1,7 +1,7 @@
-"""Conditions before a launch, the controller's actions on a live job, and the node count of a run's attempts.
+"""Conditions for a launch, the controller's actions on a live job, and the node count of a run's attempts.
 
 A job that waits too long for nodes is cancelled, and the next attempt uses the available nodes. Each decision is
-recorded before it takes effect: a cancel as a stop request, and an attempt's size with its intent.
+recorded before it takes effect: a cancellation as a stop request, and an attempt's size with its intent.
 """
 
 from collections.abc import Iterator
@@ -57,7 +57,7 @@ def wait_for_room(actor: Actor, view: ControlledRun) -> bool:
 
 
 def _hold_after_hours(actor: Actor, view: ControlledRun, reason: str) -> bool:
-    """Hold a run that has kept its state for `recovery.no_progress_hours`; return whether it was held."""
+    """Hold a run that has stayed in its state for `recovery.no_progress_hours`; return whether it was held."""
     now, hours = actor.clock.wall(), view.config.recovery.no_progress_hours
     moves = [move.time for move in actor.store.transitions(view.run.name) if move.kind == "run"]
     if now - max(moves, default=now) < hours * 3600:
@@ -68,7 +68,7 @@ def _hold_after_hours(actor: Actor, view: ControlledRun, reason: str) -> bool:
 
 
 def wait_for_tiers(actor: Actor, view: ControlledRun) -> tuple[bool, str]:
-    """Return whether the next job must wait for an unreadable tier, because it would repeat steps without it.
+    """Return whether the next job must wait for an unreadable tier, because otherwise it would repeat steps.
 
     The second value names the unreadable tiers that the job does without. A run that has waited for
     `recovery.no_progress_hours` is held.
@@ -101,7 +101,7 @@ def update_exclusions(actor: Actor, view: ControlledRun, job: JobStatus) -> None
         return
     try:
         fresh = _avoiding(view, to_avoid(actor, view))
-    except SlurmUnreachable:  # keep the present exclusions until Slurm answers
+    except SlurmUnreachable:  # keep the current exclusions until Slurm answers
         return
     attempt, refused = fresh.last, f"avoid:{view.run.name}/{view.last.number}"
     if attempt.excluded == view.last.excluded or actor.observed.value(refused) == str(attempt.excluded):
@@ -125,10 +125,10 @@ def _avoiding(view: ControlledRun, avoid: tuple[str, ...]) -> ControlledRun:
 
 
 def _checkpoint_size(actor: Actor, view: ControlledRun) -> int:
-    """Return the bytes of a checkpoint in the run's folder if the last attempt could not save there; else 0."""
+    """Return a checkpoint's size in bytes if the last attempt could not save one in the run's folder; else 0."""
     failures = [attempt.failure for attempt in view.attempts if attempt.state not in LIVE_ATTEMPTS]
     failure, tiers = failures[-1] if failures else None, view.config.checkpoint.tiers
-    # The run's own folder is the only place that this host can check.
+    # The run's own folder is the only location that this host can check.
     saves_there = not view.config.command and (not tiers or tiers[0].path == RUN)
     if failure is None or failure["kind"] != FailureKind.STORAGE or not saves_there:
         return 0
@@ -138,7 +138,7 @@ def _checkpoint_size(actor: Actor, view: ControlledRun) -> int:
 
 
 def end_job(actor: Actor, view: ControlledRun, job_id: str, reason: str, detail: str = SILENCED) -> None:
-    """Cancel a job of the newest attempt. Without the recorded stop request, the end would look like scancel."""
+    """Cancel a job of the newest attempt. Without the recorded stop request, it would look like a user's scancel."""
     actor.request_once(view.folder, RequestKind.STOP, view.last.number, reason, None, detail)
     actor.cancel(view.run, job_id, reason)
 
@@ -152,7 +152,7 @@ def end_judged_job(actor: Actor, view: ControlledRun, job_id: str, reason: str) 
 
 @contextmanager
 def ignored_disk_errors() -> Iterator[None]:
-    """Ignore a failure to write a request because of a full or broken disk."""
+    """Ignore a failure to write a request if the cause is a full or broken disk."""
     try:
         yield
     except OSError as error:
@@ -161,11 +161,11 @@ def ignored_disk_errors() -> Iterator[None]:
 
 
 SAVED_WITHIN = 30.0
-"""Seconds after which slurmctld has surely saved a job's release. It saves every 5 s."""
+"""Seconds after which slurmctld is sure to have saved a job's release. It saves every 5 s."""
 
 
 def is_held_by_person(actor: Actor, view: ControlledRun, job: JobStatus) -> bool:
-    """Return whether a person holds a released job. A release that Slurm lost looks the same, but is younger."""
+    """Return whether a person holds a released job. A release that Slurm lost looks the same, but is more recent."""
     key = f"unheld:{view.run.name}/{view.last.number}"
     if not job.held:
         actor.observed.age(key, job.job_id)
@@ -174,15 +174,15 @@ def is_held_by_person(actor: Actor, view: ControlledRun, job: JobStatus) -> bool
 
 
 def maintain_job(actor: Actor, view: ControlledRun, job: JobStatus) -> None:
-    """Release a live job, send it its true deadline, or end it if Slurm has restarted it."""
-    # A slurmctld that lost its newest state queues a running job again and counts no restart.
+    """Release a live job, send it its actual deadline, or end it if Slurm has restarted it."""
+    # A slurmctld that lost its latest state requeues a running job without counting a restart.
     forgotten = view.last.state is AttemptState.RUNNING and job.state in QUEUED_STATES
     if (job.restarts > 0 or forgotten) and job.state not in LEAVING_STATES:
         end_job(actor, view, job.job_id, "requeued by Slurm: it must not train again", REQUEUED)
     elif job.held and view.cancel is None and not is_held_by_person(actor, view, job):
         _release(actor, view, job)
     elif job.state in RUNNING_STATES and job.end_time is not None:
-        with ignored_disk_errors():  # its agents know the configured limit
+        with ignored_disk_errors():  # without the request, its agents use the configured limit
             lasts = "" if job.start_time is None else f"{job.end_time - job.start_time:.0f}"
             why = "the job's end according to Slurm"
             actor.request_once(view.folder, RequestKind.DEADLINE, view.last.number, why, job.end_time, lasts)
@@ -200,7 +200,7 @@ def _release(actor: Actor, view: ControlledRun, job: JobStatus) -> None:
 
 
 def end_silent_job(actor: Actor, view: ControlledRun, job: JobStatus, evidence: Evidence) -> None:
-    """Stop, then cancel, a job whose coordinator has been silent for too long. It would idle until its time limit."""
+    """Stop, then cancel, a job whose coordinator has been silent for too long and which would idle until its limit."""
     step, reason = judge_silence(evidence, view.config.detection.hang.heartbeat)
     if step is Escalation.REQUEST_STOP:
         # The request also proves that the directory is writable from here.
@@ -212,7 +212,7 @@ def end_silent_job(actor: Actor, view: ControlledRun, job: JobStatus, evidence: 
 def give_up_long_wait(actor: Actor, view: ControlledRun, full: RunConfig, job: JobStatus, evidence: Evidence) -> None:
     """End a job that has waited for nodes longer than `recovery.patience` if a smaller job could start.
 
-    `full`: the run's own config; the attempt's may be smaller.
+    `full`: the run's own config; the attempt's may be for a smaller world.
     """
     if view.cancel is not None or not full.cluster.min_nodes or job.state in LEAVING_STATES:
         return
@@ -236,7 +236,7 @@ def give_up_long_wait(actor: Actor, view: ControlledRun, full: RunConfig, job: J
 
 
 def size_note(view: ControlledRun, full: RunConfig, job: JobStatus) -> str:
-    """Return a note on the newest attempt's size and on the end of a wait for nodes."""
+    """Return a note on the newest attempt's size and on when a wait for nodes will end."""
     world = view.last.smaller_world
     words = [on_nodes(world)] if world else []
     waits = bool(full.cluster.min_nodes) and job.state == "PENDING" and waits_for_nodes(job.reason)
@@ -246,7 +246,7 @@ def size_note(view: ControlledRun, full: RunConfig, job: JobStatus) -> str:
 
 
 def next_world(actor: Actor, view: ControlledRun) -> dict[str, Any]:
-    """Return the changes for `add_attempt` in which the next attempt differs from the run, with the reason.
+    """Return the fields for `add_attempt` in which the next attempt differs from the run, and the reason.
 
     Stores the attempt's config. Raises SlurmUnreachable.
     """

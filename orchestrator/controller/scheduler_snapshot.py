@@ -1,4 +1,4 @@
-"""Jobs in a scheduler: their attempts, the settings that a site has changed, and the answers of one pass."""
+"""Jobs in a scheduler: their attempts, the settings that a site has changed, and the answers from one pass."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -18,10 +18,10 @@ from orchestrator.states import LIVE_ATTEMPTS
 from trainer.protocol.run_dir import RunDir
 
 EARLIER, LATER = 60.0, 120.0
-"""Seconds by which a job's submit time may precede or follow the start of its sbatch.
+"""Seconds by which a job's submit time may precede or follow the start of its sbatch call.
 
-sbatch has a timeout of 60 s, and clocks differ. A job outside this window with the same id is a different one, and
-Slurm has lost the first.
+sbatch has a timeout of 60 s, and clocks differ. A job with the same id outside this window is a different job, and
+Slurm has lost the first one.
 """
 
 
@@ -37,7 +37,7 @@ class JobRecord:
     job_id: str | None = None  # of the adopted job
     submit_time: str | None = None  # of the adopted job, as Slurm reported it at adoption
     submissions: tuple[Submission, ...] = ()
-    fresh: str | None = None  # id that sbatch returned just now
+    fresh: str | None = None  # id that sbatch has just returned
 
     @classmethod
     def from_rows(cls, run: Run, attempt: Attempt, submissions: Iterable[Submission]) -> "JobRecord":
@@ -98,7 +98,7 @@ def _fits(job: JobStatus, submission: Submission) -> bool:
     return submitted is not None and -EARLIER <= submitted - submission.submitted_at <= LATER
 
 
-_SHOWN = 80  # maximum characters shown of a foreign name or comment
+_SHOWN = 80  # maximum number of characters shown of a foreign name or comment
 
 
 def changes(job: JobStatus, asked: JobSpec) -> str:
@@ -106,7 +106,7 @@ def changes(job: JobStatus, asked: JobSpec) -> str:
     found = []
     if job.name and job.name != asked.name:
         found.append(f"Slurm renamed the job: {asked.name} -> {job.name[:_SHOWN]}")
-    # Accounting may drop comments, and a site may append words.
+    # Accounting may drop comments, and a site may append to them.
     if job.source == "queue" and not job.comment.startswith(asked.comment):
         found.append(f"Slurm changed its comment to {job.comment[:_SHOWN]!r}")
     # A site's defaults for these settings do not count as changes.
@@ -136,7 +136,7 @@ Records = Mapping[tuple[str, int], JobRecord]  # recorded facts about jobs, by r
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerSnapshot:
-    """Answers of one pass: `polled` by job id, `found` in the sweep for all jobs with one of our tags.
+    """Answers from one pass: `polled` by job id, `found` in the sweep for all jobs with one of our tags.
 
     `unrecorded`: ids of jobs that have left the queue while accounting does not answer.
     """
@@ -244,7 +244,7 @@ def take_snapshot(
     sweep: Callable[[SchedulerSnapshot], bool],
     between: Callable[[], None] = lambda: None,
 ) -> SchedulerSnapshot:
-    """Poll the ids in `wanted` in one batch. If `sweep` asks for it after that answer, call `between` and sweep."""
+    """Poll the ids in `wanted` in one batch. If `sweep` returns True for the answers, call `between` and sweep."""
     try:
         answers = scheduler.poll(sorted(set(wanted))) if wanted else {}
     except _NO_ANSWER as error:

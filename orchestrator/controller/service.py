@@ -70,7 +70,7 @@ LAST_WORD_WITHIN = 5.0
 
 @dataclass(frozen=True)
 class AfterPass:
-    """Restore tests, notifications and node repairs of one controller."""
+    """One controller's work after each pass: restore tests, notifications and repaired nodes."""
 
     controller: Controller
     tests: RestoreTests
@@ -89,12 +89,12 @@ class AfterPass:
         )
 
     def serve(self, epoch: int, now: float) -> list[str]:
-        """Send due notifications and prolong exclusions of nodes still out of service; return one line per action."""
+        """Send due notifications and extend exclusions of nodes still out of service; return one line per action."""
         repaired = self.repaired.run(self.controller.domain.live, epoch, now)
         return [*repaired, *self.notifications.run(epoch, now)]
 
     def serve_and_wait(self, epoch: int, now: float) -> list[str]:
-        """Call `serve` and wait for notifications in flight, because a single pass has no later one."""
+        """Call `serve`, then wait for notifications in flight, because no later pass will finish them."""
         done, deadline = self.serve(epoch, now), time.monotonic() + WITHIN
         while self.notifications.sending and (left := deadline - time.monotonic()) > 0:
             done += [*self.notifications.finish(epoch, left), *self.notifications.run(epoch, time.time())]
@@ -105,7 +105,7 @@ log = logging.getLogger("orch.controller")
 
 IDLE_EXIT = 120.0  # seconds without a live run after which a daemon started by `orch submit` exits
 SHORTEST, LONGEST = 1.0, 15.0  # seconds between passes: minimum while states change, maximum once nothing changes
-LOOK = 0.5  # seconds between checks for news that need no scheduler: requests, new runs, outcomes
+LOOK = 0.5  # seconds between checks for news that needs no scheduler: requests, new runs, outcomes
 STOP_WITHIN = 15.0  # seconds that `stop` waits for the daemon to finish its pass
 
 
@@ -131,7 +131,7 @@ class Health:
 
 
 def status(store_path: Path, scheduler: str | None = None) -> Health:
-    """Return the health of a scheduler's present or last controller (None: any scheduler's), without the ORM."""
+    """Return the health of a scheduler's current or last controller (None: any scheduler's), without the ORM."""
     return _health(fast_queries.lease(store_path, scheduler))
 
 
@@ -153,7 +153,7 @@ def _health(held: Lease | None) -> Health:
 
 
 def _upgrade(store_path: Path) -> None:
-    """Upgrade a registry of an older version. Raises RegistryError if it cannot be upgraded."""
+    """Upgrade the registry if its version is older. Raises RegistryError if it cannot be upgraded."""
     if versions.read_version(store_path) not in (None, versions.HEAD):
         Store.open(store_path).close()
 
@@ -161,9 +161,9 @@ def _upgrade(store_path: Path) -> None:
 def ensure_running(store_path: Path, kind: str = LOCAL) -> bool:
     """Start a controller of this user for this kind of scheduler unless one is alive; return whether one was started.
 
-    The new process outlives the caller. If the present controller stalls, the new process takes over once the lease has
-    expired. If the present controller is on another host, it may just have died: a new process is started as well, and
-    exits as soon as the other one renews its lease.
+    The new process outlives the caller. If the current controller stalls, the new process takes over once the lease has
+    expired. If the current controller is on another host, it may just have died, so a new process is started as well;
+    it exits as soon as the other one renews its lease.
     """
     _upgrade(store_path)
     key = lease_key(kind)
@@ -174,7 +174,7 @@ def ensure_running(store_path: Path, kind: str = LOCAL) -> bool:
     command = [sys.executable, "-P", "-m", "orchestrator.controller.service", str(store_path.absolute()), kind]
     # WARNING: setproctitle overwrites the environment's memory unless SPT_NOENV is set.
     environment = {**os.environ, "SPT_NOENV": "1", "ORCH_HOME": str(make_state_home())}
-    if "ORCH_REGISTRY" in environment:  # the daemon's working folder differs
+    if "ORCH_REGISTRY" in environment:  # the daemon has a different working directory
         environment["ORCH_REGISTRY"] = str(store_path.absolute())
     if root := package_root():
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
@@ -194,10 +194,10 @@ def ensure_running(store_path: Path, kind: str = LOCAL) -> bool:
 
 
 def _inheritable_descriptors() -> list[int]:
-    """Return the descriptors above 2 that a child would keep: a lock of flock(1), or a pipe with a waiting reader."""
+    """Return the descriptors above 2 that a child would inherit, e.g. a flock(1) lock or a pipe to a waiting reader."""
     found = []
     for number in map(int, os.listdir("/proc/self/fd")):
-        with suppress(OSError):  # closed in the meantime, like the descriptor of the listing itself
+        with suppress(OSError):  # closed in the meantime, like the descriptor of the directory listing itself
             if number > 2 and os.get_inheritable(number):
                 found.append(number)
     return found
@@ -207,7 +207,7 @@ def stop(store_path: Path) -> bool:
     """Stop this host's controllers and return whether there were any. Raises Precondition if none can be reached."""
     now = time.time()
     states = [(Holder.parse(lease.holder), displayed_state(lease, now)) for lease in fast_queries.leases(store_path)]
-    # A controller that stalls on another host cannot be stopped; a successor replaces it.
+    # A controller that has stalled on another host cannot be stopped; a successor replaces it.
     live = [holder for holder, state in states if holder and not state.once and state.may_write]
     for holder in [holder for holder in live if holder.is_here] or live[:1]:
         _stop(holder)
@@ -253,8 +253,8 @@ def tick_once(
 ) -> TickReport | None:
     """Run a single pass over this kind of scheduler's runs; return None if another controller is alive.
 
-    `force_tests` starts restore tests regardless of schedule and budget. If a controller stalls, this
-    waits until its lease has expired, for at most `patience` seconds, and replaces it. Raises RegistryError.
+    `force_tests` starts restore tests regardless of schedule and budget. If a controller has stalled, this waits for
+    its lease to expire, for at most `patience` seconds, and replaces it. Raises RegistryError.
     """
     adopt_at_start(store_path, kind)
     key = lease_key(kind)
@@ -433,7 +433,7 @@ def main() -> None:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=[RotatedLog(controller_log())]
     )  # fmt: skip
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a caller's mask would keep `orch controller stop` from working
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # an inherited mask could keep `orch controller stop` from working
     os.chdir("/")  # so that the daemon does not keep a file system busy
     try:
         run_daemon(Path(sys.argv[1]), IDLE_EXIT, *sys.argv[2:3])

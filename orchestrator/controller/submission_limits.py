@@ -39,9 +39,10 @@ def _ask(partition: str) -> int | None:
 
 
 def read_sizes(text: str, partition: str) -> int | None:
-    """Return the nodes of `partition` from lines of `count name`; the default partition (marked by *) if it is empty.
+    """Return the node count of `partition` from lines `count name`; if empty, of the default partition (marked by *).
 
-    Of several partitions (`gpu,gpu-long`), the largest counts: they may share nodes, and a job runs in one of them.
+    If several partitions are named (`gpu,gpu-long`), the largest counts, because they may share nodes and a job runs in
+    only one of them.
     """
     sizes: dict[str, int] = {}
     for line in text.splitlines():
@@ -58,7 +59,7 @@ _KEY = re.compile(r"[a-z_]+(\.[a-z_-]+)+", re.ASCII)
 
 
 def rejection_failure(run: Run, error: SubmitRejected | ConfigError, also: str = "", *, accepted: bool) -> Failure:
-    """Return a rejection's failure; `accepted`: Slurm has accepted a job of this run with this configuration."""
+    """Return the failure for a rejected submission. `accepted`: Slurm has accepted a job of this run before."""
     retryable = error.retryable if isinstance(error, SubmitRejected) else Retryable.NEVER
     # A value that was accepted before is not a typo.
     passes = retryable is Retryable.YES or (retryable is Retryable.ONCE_ACCEPTED and accepted)
@@ -77,8 +78,8 @@ def _change(error: SubmitRejected | ConfigError) -> str:
     return error.hint if error.hint.startswith(f"{key}=") and " " not in error.hint else f"{key}=VALUE"
 
 
-MOST_FOR_ATTEMPT = 3  # maximum submissions of one attempt whose jobs cannot be found; then a person must investigate
-MOST_IN_AN_HOUR = 20  # maximum submissions within `HOUR` whose jobs cannot be found, in all runs of the registry
+MOST_FOR_ATTEMPT = 3  # maximum number of lost submissions of one attempt; then a person must investigate
+MOST_IN_AN_HOUR = 20  # maximum number of lost submissions within `HOUR`, in all runs of the registry
 HOUR = 3600.0
 ORPHANS_FOR = 7 * 86400.0  # seconds for which a lost submission's job is searched for by its id
 

@@ -55,7 +55,7 @@ def answer_idle(actor: Actor) -> bool:
             raise
         except (SlurmUnreachable, RunDirHangs) as error:
             log.warning("%s %s must wait: %s", request.verb, run.name, error.what)
-        except Exception as error:  # outermost edge: an error of one request must not stop the others
+        except Exception as error:  # outermost edge: an error in one request must not stop the others
             log.exception("%s %s", request.verb, run.name)
             _answer(actor, request, f"{REFUSED}the controller cannot do it: {type(error).__name__}: {error}")
             answered = True
@@ -81,7 +81,7 @@ def _record(actor: Actor, write: Callable[[], object], action: str) -> bool:
 def _accept_request(actor: Actor, run: Run, request: UserRequest) -> bool:
     """Return whether this controller answers the request.
 
-    It answers for runs of its scheduler, and for runs that a person moves to it.
+    It answers for runs of its scheduler, and for runs that a user is moving to it.
 
     A run that may have a job in another scheduler is never taken from that scheduler.
     """
@@ -220,7 +220,7 @@ def advance_cancel(actor: Actor, view: ControlledRun, snapshot: SchedulerSnapsho
     attempt, job = view.last, snapshot.adopted_job(view.last)
     if job is None or not is_live(job) or job.state in LEAVING_STATES:
         return
-    # A job that does not train has nothing to save.
+    # A job that is not training has nothing to save.
     if job.held or job.state in QUEUED_STATES:
         actor.cancel(view.run, job.job_id, "cancelled before it started")
         return
@@ -285,11 +285,11 @@ def cancel_unsubmitted(actor: Actor, run: Run, cancel: UserRequest | None) -> bo
 
 
 def cancel_without_folder(actor: Actor, view: ControlledRun, snapshot: SchedulerSnapshot) -> bool:
-    """Cancel a run whose folder is invisible by ending its jobs, without a save; return whether the run is over."""
+    """Cancel a run whose folder is invisible by ending its jobs without saving; return whether the run is over."""
     own = snapshot.adopted_job(view.last)
     live = [job for job in (*snapshot.of_run(view.run), *([own] if own else [])) if is_live(job)]
     for job in live:
-        # A job that no record of this run identifies delays this, but is never cancelled.
+        # A job that no record of this run identifies delays the cancellation, but is never cancelled itself.
         owner = snapshot.owner(job)
         if job.state not in LEAVING_STATES and owner is not None and owner.run == view.run.name:
             actor.cancel(view.run, job.job_id, "cancelled by a person; its run directory is not visible")

@@ -59,7 +59,7 @@ class Evidence:
     near_limit: bool = False  # it stopped when Slurm's signal was due under the job's final time limit
     leader: str = ""  # node of the attempt's coordinator; empty if unknown
     reports: tuple[AgentReport, ...] = ()  # from agents that outlived the coordinator; read only without an outcome
-    still_for: float = 0.0  # seconds for which no file of the silent job has grown; 0 unless it must run
+    still_for: float = 0.0  # seconds for which no file of the silent job has grown; 0 unless it is RUNNING
     overstayed: float = 0.0  # seconds for which the job has kept running after its attempt's outcome
     saves_failing: str = ""  # when saves began to fail and why, from the newest heartbeat; empty while they succeed
     disk: str = ""  # why the run's folder is not writable; probed only if the job is silent
@@ -80,7 +80,7 @@ class Evidence:
 
 
 class Role(StrEnum):
-    """Contribution of a log message to the cause."""
+    """Role of a log message in finding the cause."""
 
     ROOT = "root"  # a cause
     CASCADE = "cascade"  # an effect of another process's end, which names no cause and never replaces a root
@@ -266,7 +266,7 @@ def classify(evidence: Evidence) -> Failure:
 
 
 def _stood_still(evidence: Evidence, job: JobStatus | None) -> Failure | None:
-    """Return a silent coordinator's failure as its own node, its peers or orch's cancel report it.
+    """Return a silent coordinator's failure, as reported by its own node, its peers or orch's cancellation.
 
     A node is named only if it was seen to stall; silence alone may be due to the network or the file system.
     """
@@ -315,7 +315,7 @@ def _failure_from_outcome(evidence: Evidence, outcome: AttemptOutcome) -> Failur
 
 
 def _failure_from_signal(evidence: Evidence, stopped: Failure) -> Failure:
-    """Return the failure of an attempt that received a signal, which is the same for several causes.
+    """Return the failure of an attempt that received a signal, which may have one of several causes.
 
     Slurm sends it for preemption, the time limit and a lost node.
     """
@@ -369,16 +369,16 @@ def _unlaunched_node(evidence: Evidence, job: JobStatus) -> str | None:
 
 def _from_logs(evidence: Evidence, job: JobStatus) -> tuple[FailureKind, str]:
     matches = scan(evidence.tails)
-    # Processes killed after a cancel do not explain the cancel.
+    # Processes killed after a cancellation do not explain it.
     found = earliest(before_cancel(matches) if job.state in _TAKEN_AWAY else matches)
     ended = f"job {job.job_id} ended as {job.state} without an outcome"
     if _launch_failed(evidence, job):
         cause = f": {found.line}" if found is not None else "; see its slurmd's log for the cause"
         return FailureKind.LAUNCH_FAILED, f"{job.nodes[0]} could not launch job {job.job_id}{cause}"
-    # Messages that follow from the cancel do not hide it.
+    # Messages that result from the cancellation do not hide it.
     if job.state in _TAKEN_AWAY and (found is None or found.role is not Role.ROOT):
         return FailureKind.CANCELLED, f"job {job.job_id} was cancelled, not by orch"
-    # The agents' last report and the full or broken disk explain why the outcome is missing.
+    # The agents' last report, or a full or broken disk, explains why the outcome is missing.
     rooted = found is not None and found.role is Role.ROOT
     if job.exit_code == ExitCode.STORAGE or (evidence.disk and not rooted):
         why = evidence.saves_failing or evidence.disk or "its exit code (74) means that its storage was full"

@@ -1,4 +1,4 @@
-"""Changes of trust after a failed attempt: which checkpoints become SUSPECT, and which are cleared. Pure."""
+"""Trust changes after a failed attempt: which checkpoints become SUSPECT, and which are cleared. Pure."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ def trust_changes(
     attempts: Sequence[Attempt], generations: Sequence[Generation], checkpoints: Sequence[Checkpoint],
     newest: Failure | None, tests: Iterable[RestoreTest] = (),
 ) -> list[TrustChange]:  # fmt: skip
-    """Return the changes of trust after the last of `attempts`, which ended with the failure `newest`.
+    """Return the trust changes after the last of `attempts`, which ended with the failure `newest`.
 
     A failure that the program caused makes no checkpoint suspect, and clears those that its earlier occurrences made
     suspect. The program is the cause if the failure is a program error, or if every loadable checkpoint became suspect.
@@ -45,7 +45,7 @@ def trust_changes(
 
 @dataclass
 class _Past:
-    """Failed generations that loaded a checkpoint, oldest first, and the last start of such a generation by step."""
+    """Failed generations that loaded a checkpoint, oldest first, and the start of the last such generation per step."""
 
     failed: list[FailedGeneration] = field(default_factory=list)
     since: int = 0  # index of the newest attempt's first generation

@@ -50,7 +50,7 @@ def world_sizes(config: JobConfig) -> tuple[WorldSize, ...]:
 
 
 def smaller_world(config: JobConfig, nodes: int) -> WorldSize | None:
-    """Return the size for this smaller number of nodes with the same batch; None if the batch does not divide.
+    """Return the size for this smaller number of nodes with the same batch; None if it does not divide evenly.
 
     A rank has no more sequences in a forward pass than in the full world; tensor, context, expert and pipeline
     parallelism stay unchanged.
@@ -161,7 +161,7 @@ def _count(count: int, noun: str = "node") -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class LastAttempt:
-    """Size of the run's newest attempt and its end."""
+    """Size of the run's newest attempt, and how it ended."""
 
     asked: int  # requested nodes, including spares
     kind: FailureKind | None = None
@@ -174,7 +174,7 @@ def give_up_waiting(
 ) -> str:  # fmt: skip
     """Return why a job that waits for `asked` nodes must be replaced by a smaller one; empty if it must not.
 
-    `sizes` has the largest first. `waited` and `patience` are in seconds. `usable` is the number of nodes in service
+    `sizes` is ordered largest first. `waited` and `patience` are in seconds. `usable` is the number of nodes in service
     that are not excluded, including busy nodes; None if the scheduler cannot report it.
     """
     # A smaller job would wait just as long unless it fits.

@@ -17,9 +17,9 @@ from orchestrator.registry.records import Attempt, Generation
 from trainer.protocol.failures.outcome import Failure, FailureKind, Losses, NodeBlame, select_kinds
 
 DAY = 86400.0
-WINDOW = 90 * DAY  # seconds of a run's history; older attempts say little about the present cluster
+WINDOW = 90 * DAY  # seconds of a run's history; older attempts say little about the current cluster
 _TRUST_IN_CLUSTER = 4.0
-"""Maximum weight of the cluster's history, in failures, because runs stress different components."""
+"""Maximum weight of the cluster's history, in failures. It is limited because runs stress different components."""
 _CLUSTER_KINDS = select_kinds(lambda traits: traits.losses is Losses.CLUSTER)
 _RUN_KINDS = select_kinds(lambda traits: traits.losses is not Losses.NOBODY)  # ends that lose unsaved work
 
@@ -67,8 +67,8 @@ def count_failures(
 def time_between_failures(nodes: int, *, node_days: float, cluster: FailureCount, run: FailureCount) -> float:
     """Return the mean seconds between failures of a job on `nodes` nodes.
 
-    The prior is one failure per `node_days` node-days (64: a job of 64 nodes fails once a day; published rates of large
-    clusters lie between 42 and 427). The cluster's history updates it, then the run's own.
+    The prior is one failure per `node_days` node-days (64: a job of 64 nodes fails once a day; published rates for
+    large clusters lie between 42 and 427). The cluster's history updates it, then the run's own.
     """
     shape, exposure = 1.0 + cluster.failures, node_days * DAY + cluster.node_seconds
     weight = min(1.0, _TRUST_IN_CLUSTER / shape)

@@ -1,6 +1,6 @@
 """Choose the nodes that the next attempt avoids.
 
-A node is excluded only on evidence and for a limited time. At most a share of the partition is excluded.
+A node is excluded only on evidence and for a limited time. No more than a set share of the partition is excluded.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ REMEMBERED = 14 * 86400.0
 """Seconds for which hangs and slowness count against a node; after that it may have been repaired or moved."""
 TWO_HANGS = 2
 _NOT_NODE_FAULTS = frozenset({"desync", "network"})  # incidents caused by a program, or by two nodes
-DRILLED = "drilled"  # notice key: the run's configuration orders a fault in this generation
+DRILLED = "drilled"  # notice key: the run's configuration requests a fault in this generation
 Place = tuple[str, int, int]  # generation: run, attempt, number
 
 
@@ -44,7 +44,7 @@ class Pool:
 
     size: int | None
     needed: int
-    in_service: int | None = None  # nodes that no person has excluded; set if a job would lack nodes
+    in_service: int | None = None  # nodes that no person has excluded; set if a job would otherwise lack nodes
     known: tuple[NodeRecord, ...] = ()
     node_days: float = 64.0  # node-days between failures, before any history (checkpoint.auto.node_days)
 
@@ -90,7 +90,7 @@ def blame(failure: Failure, node: str, pool: Pool, recovery: RecoveryConfig, now
 def nodes_to_exclude(
     failure: Failure | None, pool: Pool, recovery: RecoveryConfig, now: float
 ) -> list[ExclusionDecision]:
-    """Judge the nodes that the failure names, then nodes with a bad record; each with its reason."""
+    """Judge the nodes that the failure names, then nodes with a bad record, giving a reason for each."""
     found: list[ExclusionDecision] = []
     if failure is not None:
         for node in failure.nodes:
@@ -130,7 +130,7 @@ def drilled_generations(notices: Iterable[Notice]) -> set[Place]:
 
 
 def hangs(notices: Sequence[Notice]) -> dict[str, int]:
-    """Count for each node the attempts in which one of its ranks stopped first, according to incidents.
+    """Count, for each node, the attempts in which one of its ranks stopped first, according to incidents.
 
     A faulty program hangs again after a restart in place, so only another attempt is independent evidence.
     """
@@ -154,7 +154,7 @@ def of_every_node(notices: Iterable[Notice]) -> Iterator[Notice]:
 
 
 def slowness(notices: Sequence[Notice], generations: Mapping[tuple[str, int], int]) -> dict[str, int]:
-    """Count for each node the attempts whose last generation ended with one of its ranks as a straggler.
+    """Count, for each node, the attempts whose last generation ended with one of its ranks as a straggler.
 
     `generations`: number of generations by (run, attempt).
     """
@@ -192,7 +192,7 @@ def faulty(
 
 
 def count_replacements(notices: Sequence[Notice]) -> dict[str, int]:
-    """Count for each node the attempts in which a spare replaced it."""
+    """Count, for each node, the attempts in which a spare replaced it."""
     drilled = drilled_generations(notices)
     spares = (one for one in notices if one.kind == EventKind.SPARE_USED and not one.data.get("drill"))
     return _by_node({(one.node, one.run, one.attempt) for one in spares if _place(one) not in drilled})

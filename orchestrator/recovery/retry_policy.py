@@ -44,9 +44,9 @@ class EndedAttempt:
 
     row: Attempt
     failure: Failure | None  # None if it finished or was never judged
-    saved_after: float = 0.0  # most seconds from a generation's start to a command's checkpoint; 0 if it has none
+    saved_after: float = 0.0  # longest time in seconds from a generation's start to a command's checkpoint; 0 if none
     first_training: bool = False  # the run has never trained
-    drills_recur: bool = False  # the run's configuration orders faults, which may recur in every attempt
+    drills_recur: bool = False  # the run's configuration requests faults, which may recur in every attempt
 
     @property
     def kind(self) -> FailureKind | None:
@@ -88,8 +88,8 @@ class EndedAttempt:
 SCRIPT_HINT = "; see the job's log (attempts/*/submission/*.out, *.err), cluster.python and cluster.templates"
 
 REPEATED_STEPS_HINT = (
-    "; checkpoints were written under steps no higher than before, which counts only half an hour after a "
-    "start (preempted: five minutes): name checkpoints by step, or set progress.pattern"
+    "; checkpoints were saved under steps no higher than before, which counts as progress only half an hour "
+    "after a start (five minutes if preempted): name checkpoints by step, or set progress.pattern"
 )
 
 LONGEST_GAP = 2 * 3600.0
@@ -117,10 +117,10 @@ def decide(
     out_of_memory = failure.kind is FailureKind.OUT_OF_MEMORY and not has_progress and not last.was_drilled
     if TRAITS[failure.kind].budget is Budget.PERSON or out_of_memory:
         return _final(failure, history, run)
-    # A deliberate end proves nothing, and after a free one the queue is pause enough.
+    # A deliberate end proves nothing, and after a free end the time in the queue is pause enough.
     if reason := _immediate_retry_reason(last, failure, has_progress):
         return Decision(action=Action.RETRY, reason=reason, not_before=now, exclude=exclude)
-    # One node may have misread; a second job with the same result is evidence about the bytes.
+    # One node may have misread the data; a second job with the same result is evidence about the bytes.
     if [past.failure.exception for past in history[-2:] if past.failure] == [NONE_INTACT, NONE_INTACT]:
         return Decision(action=Action.HOLD, reason=_NONE_INTACT.format(reason=failure.reason, run=run))
     row = _without_progress(history, steps_known=steps_known)
@@ -160,8 +160,8 @@ _NEVER_SAVED = (
     "the loss became unusable: {reason}; the run has saved no checkpoint: fix the data or the code, or start again "
     "with other settings (optimizer.lr, optimizer.clip_norm): `orch resume {run} KEY=VALUE`"
 )
-"""Message of a loss that diverged in a run without a checkpoint to restart from."""
-NONE_INTACT = "NothingIntact"  # exception of a rank that found every checkpoint damaged (`checkpointing.errors`)
+"""Message for a loss that diverged in a run without a checkpoint to restart from."""
+NONE_INTACT = "NothingIntact"  # raised by a rank that found every checkpoint damaged (`checkpointing.errors`)
 _NONE_INTACT = (
     "no checkpoint is intact: {reason}; `orch ckpt ls {run}` lists them: replace one with an intact copy, or start "
     "again from another run's: `orch submit --from OTHER@STEP`"
@@ -191,7 +191,7 @@ def backoff_seconds(row: int, recovery: RecoveryConfig, jitter: float) -> float:
 
 
 def _gives_up(outage: Sequence[EndedAttempt], recovery: RecoveryConfig) -> float:
-    """Return the time at which an outage has lasted too long, without long queues and clock changes."""
+    """Return the time at which an outage has lasted too long, not counting long queues and clock changes."""
     gaps = [later.end_time - earlier.end_time for earlier, later in pairwise(outage)]
     counted = sum(min(max(0.0, gap), LONGEST_GAP) for gap in gaps)
     whole = outage[-1].end_time - outage[0].end_time  # smaller if the clock was set back and forward again in between
@@ -221,7 +221,7 @@ def _has_progress(history: Sequence[EndedAttempt], index: int, *, steps_known: b
         return attempt.training_seconds >= enough and (row.started_at is not None or row.generations > 0)
     if row.saved_step is not None and row.saved_step > max((past.saved_step or 0 for past in earlier), default=0):
         return True
-    # Checkpoint names that restart or rotate show no step. The program's own step counts, else time as above.
+    # Checkpoint names that restart or rotate show no step. The program's reported step counts, else time, as above.
     trained_on = row.last_step is not None and row.last_step > max((past.last_step or 0 for past in earlier), default=0)
     return attempt.saved_after >= enough or (attempt.saved_after > 0 and trained_on)
 

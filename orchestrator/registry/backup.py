@@ -15,7 +15,7 @@ from orchestrator.registry import sqlite_errors
 def backup(path: Path, to: Path) -> Path:
     """Copy the registry to the file `to` and check the copy. Raises RegistryError or Precondition.
 
-    On an error `to` is unchanged. Only an older backup or an empty file is replaced.
+    If that fails, `to` is unchanged. Only an older backup or an empty file is replaced.
     """
     if not path.exists():
         raise RegistryError("there is no registry to back up", where=str(path), hint="`orch submit` creates one")

@@ -48,10 +48,10 @@ class ControllerWrites(UserWrites):
     ) -> Lease | None:
         """Return the lease if it is free, expired or already this holder's; None while another holder is alive.
 
-        `over` lists leases that the caller has watched for long enough to know that their holders stall, whatever this
-        host's clock shows. If it is given, only these leases count as expired, and only if they are unchanged. A new
-        holder gets a higher epoch than all others, which fences its predecessor. The lease for all runs and a single
-        scheduler's lease are mutually exclusive.
+        `over` lists leases that the caller has watched for long enough to know that their holders have stalled,
+        whatever this host's clock shows. If it is given, only these leases count as expired, and only if they are
+        unchanged. A new holder gets a higher epoch than all others, which fences its predecessor. The lease for all
+        runs and a single scheduler's lease are mutually exclusive.
         """
         assert holder, "a lease needs a holder"
         rows = self.leases()
@@ -95,7 +95,7 @@ class ControllerWrites(UserWrites):
 
     @writes
     def move_run(self, /, run: str, to: RunState, reason: str, *, epoch: int, now: float, **changes: Any) -> None:
-        """Change a run's state and record the reason; in the same state, only `changes` are applied."""
+        """Change a run's state and record the reason; if the state is the same, only apply `changes`."""
         self._fence(epoch, run)
         before = self.named_run(run).state
         values = check_changes(Run, changes)
@@ -107,7 +107,7 @@ class ControllerWrites(UserWrites):
     def move_attempt(
         self, /, run: str, number: int, to: AttemptState, reason: str, *, epoch: int, now: float, **changes: Any
     ) -> None:
-        """Change an attempt's state and record the reason; in the same state, only `changes` are applied."""
+        """Change an attempt's state and record the reason; if the state is the same, only apply `changes`."""
         self._fence(epoch, run)
         before = self.attempt(run, number).state
         values = check_changes(Attempt, changes)
@@ -118,7 +118,7 @@ class ControllerWrites(UserWrites):
     def _move(
         self, run: str, kind: str, subject: str, before: StrEnum, to: StrEnum, reason: str, now: float
     ) -> dict[str, Any]:  # fmt: skip
-        """Record a change of state; return the new state and reason, or nothing if the row is already in that state."""
+        """Record a state change. Return the new state and reason, or nothing if the row is already in that state."""
         if before == to:
             return {}
         assert may_move(before, to), f"{kind} {run}/{subject} may not go from {before} to {to}"
@@ -127,7 +127,7 @@ class ControllerWrites(UserWrites):
 
     @writes
     def claim_run(self, run: str, scheduler: str, *, epoch: int, before: str = "") -> bool:
-        """Assign a run of scheduler `before` (empty: none) to this scheduler; return whether it belongs to it now.
+        """Assign a run of scheduler `before` (empty: none) to this scheduler; return whether the run now belongs to it.
 
         Attempts without a scheduler follow the run.
         """
@@ -149,7 +149,7 @@ class ControllerWrites(UserWrites):
 
     @writes
     def note_notified(self, run: str, notified: dict[str, Any], *, epoch: int) -> None:
-        """Record the state of a run's notifications without changing the run's time of update."""
+        """Record the state of a run's notifications without changing the run's update time."""
         self._fence(epoch, run)
         self.database.update(Run, {"notified": notified}, name=run)
         self.database.touch(run)
@@ -203,7 +203,7 @@ class ControllerWrites(UserWrites):
 
     @writes
     def put_copy(self, copy: CheckpointCopy, *, epoch: int) -> None:
-        """Record a copy of a known checkpoint in a further tier."""
+        """Record a copy of a known checkpoint in another tier."""
         self._fence(epoch, copy.run)
         self.checkpoint(copy.run, copy.name)
         self.database.put(copy, keep_existing=True)
@@ -262,7 +262,7 @@ class ControllerWrites(UserWrites):
 
     @writes
     def exclude_node(self, name: str, cluster: str, until: float, reason: str, *, epoch: int, now: float) -> None:
-        """Exclude a node until a time (`now` ends the exclusion) and record the reason."""
+        """Exclude a node until a given time (`now` ends the exclusion) and record the reason."""
         node = self._node(name, cluster, epoch, now)
         self._alter_node(node, now, {"excluded_until": until, "reason": reason})
 

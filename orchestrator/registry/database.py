@@ -1,6 +1,6 @@
 """Registry file: connections, transactions, rows as records, and translation of errors.
 
-SQLAlchemy builds the statements, but sqlite3 executes them, because SQLAlchemy adds more time than SQLite takes.
+SQLAlchemy builds the statements, but sqlite3 executes them, because SQLAlchemy's overhead exceeds SQLite's own time.
 """
 
 import functools
@@ -37,11 +37,11 @@ NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 _BUSY_SECONDS = 5.0
 """SQLite's timeout for a lock, in seconds per statement."""
 _WRITE = "BEGIN IMMEDIATE"
-"""Start of a write. A deferred BEGIN that becomes a write fails immediately if another writer was first."""
+"""Start of a write. A deferred BEGIN that turns into a write fails immediately if another writer came first."""
 
 
 class Database:
-    """Runner of transactions. Reads see one snapshot, writes lock the file first, and busy transactions are retried."""
+    """Runs transactions. Reads see one snapshot, writes lock the file first, and busy transactions are retried."""
 
     def __init__(
         self, path: Path, *, readonly: bool = False, patience: float = 30.0, busy_seconds: float = _BUSY_SECONDS
@@ -108,7 +108,7 @@ class Database:
         return getattr(self._active, "connection", None)
 
     def touch(self, run: str) -> None:
-        """Note that the run's record file is due after the commit."""
+        """Note that the run's record file must be updated after the commit."""
         self._active.touched.add(run)
 
     def execute(self, statement: ClauseElement, values: Mapping[str, Any] = NO_VALUES) -> sqlite3.Cursor:

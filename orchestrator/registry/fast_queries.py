@@ -1,4 +1,4 @@
-"""Registry queries with the standard library only, for `orch status` within a few milliseconds."""
+"""Registry queries that use only the standard library, so that `orch status` takes only a few milliseconds."""
 
 import json
 import sqlite3
@@ -15,7 +15,7 @@ from orchestrator.states import Trust
 from trainer.protocol.config_sections.scheduler_kinds import traits
 
 _UNUSABLE = (Trust.WRITING, Trust.CORRUPT, Trust.DELETED)
-"""Trust of checkpoints from which a run would not resume."""
+"""Trust levels of checkpoints from which a run would not resume."""
 
 _BAD, _FINISHED = "('SUSPECT', 'CORRUPT')", "('RESTORED', 'SUSPECT', 'CORRUPT')"
 """Values of trainer.protocol.restore_test.Outcome, whose import takes 10 ms. Its two other values are not verdicts."""
@@ -107,7 +107,7 @@ def saved_steps(path: Path, run: str) -> list[tuple[int, str]]:
 
 
 def has_best(path: Path, run: str) -> bool:
-    """Return whether a run's configuration defines its best checkpoint."""
+    """Return whether a run's configuration defines which checkpoint is best."""
     query = (
         "SELECT json_extract(configs.data, '$.checkpoint.best.metric') AS metric "
         "FROM runs JOIN configs ON configs.digest = runs.config_digest WHERE runs.name = ?"
@@ -138,7 +138,7 @@ def leases(path: Path, *, any_version: bool = False) -> list[Lease]:
 
 
 def lease(path: Path, scheduler: str | None = None) -> Lease | None:
-    """Return the lease for a scheduler instance's runs, or of the last controller alive; None before the first."""
+    """Return the lease covering an instance's runs (default: the most recently held lease); None if none does."""
     found = leases(path)
     return next(iter(found), None) if scheduler is None else covering_lease(found, scheduler)
 
@@ -195,7 +195,7 @@ def config(path: Path, digest: str) -> dict[str, Any] | None:
 
 
 def run_folders(path: Path) -> dict[str, str]:
-    """Return the folder of every run of this registry; empty without a registry."""
+    """Return the folder of every run in this registry; empty if there is no registry."""
     return {row["name"]: row["run_dir"] for row in _rows(path, "SELECT name, run_dir FROM runs", (), any_version=True)}
 
 

@@ -2,7 +2,7 @@
 
 SQLite separates writers with fcntl byte-range locks. If another host does not see them, two hosts may write at the same
 time and damage the registry. A write-ahead log also needs memory that all readers share, and therefore a single host. A
-test on one host shows neither property, so `SHARED` and `UNSHARED_OPTIONS` list them.
+test on one host cannot show either property, so `SHARED` and `UNSHARED_OPTIONS` list them.
 """
 
 import fcntl
@@ -23,7 +23,7 @@ LOCAL = frozenset(
         "ufs", "xfs", "zfs",
     }
 )  # fmt: skip
-"""File systems of a single host: shared memory and locks work, and therefore write-ahead logging.
+"""File systems of a single host, where shared memory and locks work, and so write-ahead logging does too.
 
 Overlay is included, because its upper layer cannot be on a network file system (kernel, filesystems/overlayfs.rst).
 """
@@ -71,7 +71,7 @@ def _unescape(field: str) -> str:
 
 
 def match_mount(path: Path, text: str) -> Mount | None:
-    """Return the mount that holds `path`: the longest mount point above it, or the later one of two equal ones."""
+    """Return the mount that holds `path`: the one with the longest mount point above it, or the later of two equals."""
     best = None
     for mount in mounts(text):
         above = path.is_relative_to(mount.point)
@@ -98,7 +98,7 @@ def why_unshared(mount: Mount | None) -> str:
 
 
 def choose_journal_mode(registry: Path, mount: Mount | None) -> str:
-    """Return SQLite's journal mode: `wal` on a local file system, `delete` on one where all hosts see locks.
+    """Return SQLite's journal mode: `wal` on a local file system, `delete` on one whose locks all hosts see.
 
     Raises RegistryError on other file systems, and OSError if no file can be created.
     """
@@ -106,7 +106,7 @@ def choose_journal_mode(registry: Path, mount: Mount | None) -> str:
         return "wal"
     reason = why_unshared(mount)
     if not reason and not locks_work(registry):
-        reason = "a lock of one process does not stop another one there"
+        reason = "one process's lock does not stop another process there"
     if not reason:
         return "delete"
     move = f"set {ELSEWHERE}"

@@ -22,9 +22,9 @@ if TYPE_CHECKING:  # `orch status` reads the lease without opening the store
     from orchestrator.registry.store import Store
 
 LEASE_TTL = 60.0
-"""Seconds without renewal until a controller counts as stalled and its lease may be taken, even on its own host."""
+"""Seconds without renewal after which a controller counts as stalled and its lease may be taken, even on its host."""
 ONCE = "+once"
-"""Suffix of the name of a holder that makes a single pass."""
+"""Name suffix of a holder that makes a single pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Holder:
 
     @classmethod
     def parse(cls, text: str) -> "Holder | None":
-        """Return the parts of a holder; None for the empty holder of a dropped lease or an unreadable text."""
+        """Return the parts of a holder; None for the empty holder of a dropped lease or for unreadable text."""
         place, _, pid = text.rpartition(":")[0].rpartition(":")
         host, _, space = place.partition("/")
         started = text.rpartition(":")[2]
@@ -122,23 +122,23 @@ class LeaseState:
 
     @property
     def may_write(self) -> bool:
-        """Whether it works, or is stalled on this host and may wake in the middle of a write."""
+        """Whether it is working, or is stalled on this host and may wake in the middle of a write."""
         return self.alive or self.process_seen
 
 
 def judge(facts: LeaseFacts | None, ttl: float) -> LeaseState:
-    """Return the state of a lease; without `facts` it is not held. This is the only expiry rule. Pure."""
+    """Return the state of a lease, which is not held if `facts` is None. This is the only expiry rule. Pure."""
     if facts is None:
-        return LeaseState(alive=False, may_take=True, reason="no controller lives")
+        return LeaseState(alive=False, may_take=True, reason="no controller is alive")
     who = f"pid {facts.holder.pid} on {facts.holder.host}" if facts.holder is not None else "an unknown holder"
     of = partial(LeaseState, once=facts.holder is not None and facts.holder.once, process_seen=facts.lives is True)
     if facts.own:
         return of(alive=True, may_take=True, reason="this process holds the lease")
     # If the process is visible and dead, no wait is needed.
     if facts.lives is False:
-        return of(alive=False, may_take=True, reason=f"no controller lives: {who} is gone")
+        return of(alive=False, may_take=True, reason=f"no controller is alive: {who} is gone")
     said = f"controller stalled for {facts.unrenewed_for:.0f} s ({who})"
-    # A process may live without progress forever: stopped, or stuck in the kernel. Epochs fence it when it wakes.
+    # A process may live forever without progress, stopped or stuck in the kernel. Its epoch fences it when it wakes.
     if facts.unrenewed_for >= ttl:
         return of(alive=False, may_take=True, stalled=True, reason=said)
     if facts.stopped:
@@ -151,12 +151,12 @@ def displayed_state(lease: Lease | None, now: float) -> LeaseState:
     """Return the lease state by the wall clock, for display only. A clock jump distorts it until the next renewal."""
     if lease is None or not lease.holder:
         return judge(None, LEASE_TTL)
-    # A renewal time in the future means that the clock was set, and that no renewal has followed.
+    # A renewal time in the future means that the clock was set back, and that there has been no renewal since.
     return judge(LeaseFacts.from_lease(lease, abs(now - lease.renewed_at)), LEASE_TTL)
 
 
 def observed_state(lease: Lease | None, observed: ObservedSince) -> LeaseState:
-    """Return the lease state for takeovers, by how long this host, apart from its own pauses, saw no renewal."""
+    """Return the lease state for takeovers, judged by how long this host, its own pauses aside, has seen no renewal."""
     if lease is None or not lease.holder:
         return judge(None, LEASE_TTL)
     seen = observed.watched_seconds(f"lease:{lease.scheduler}", f"{lease.epoch}:{lease.renewed_at}")
@@ -166,7 +166,7 @@ def observed_state(lease: Lease | None, observed: ObservedSince) -> LeaseState:
 def acquire(
     store: "Store", observed: ObservedSince, now: float, *, once: bool = False, scheduler: str = ""
 ) -> Lease | None:
-    """Return the lease of this scheduler's runs (empty: of all runs) for this process.
+    """Acquire the lease for this scheduler's runs (empty: for all runs) and return it.
 
     Returns None while another controller is alive or has not been silent for long enough. A stalled controller on this
     host is killed first, because it may hold the registry's lock and must not wake in the middle of an effect. A
@@ -202,7 +202,7 @@ def _end(holder: Holder | None) -> None:
 
 
 def host_file(store_path: Path, what: str, key: str, host: str = "") -> Path:
-    """Return a file specific to a host (default: this one) and the scheduler `key`; controllers must not share one."""
+    """Return the path of a file for one host (default: this one) and scheduler `key`; controllers must not share it."""
     digest = hashlib.sha256(key.encode()).hexdigest()[:8]
     return store_path.with_name(f".{store_path.name}.{what}.{host or host_name()}.{digest}")
 
@@ -217,19 +217,19 @@ SLACK = 15.0
 
 @contextmanager
 def single_waiter(store_path: Path, key: str) -> Iterator[bool]:
-    """Yield whether no other process on this host waits for the lease; each submit may start a process."""
+    """Yield whether no other process on this host is waiting for the lease; each submit may start one."""
     with host_file(store_path, "waits", key).open("ab") as waits:
         alone = _locks(waits)
         if not alone:
             time.sleep(AGAIN)  # a probe by `is_awaited` may have held it
             alone = _locks(waits)
         if not alone:
-            log.info("another process waits for the lease")
+            log.info("another process is already waiting for the lease")
         yield alone
 
 
 def is_awaited(store_path: Path, key: str) -> bool:
-    """Return whether a process of this host waits for this lease."""
+    """Return whether a process on this host is waiting for this lease."""
     with host_file(store_path, "waits", key).open("ab") as waits:
         return not _locks(waits)
 
@@ -245,7 +245,7 @@ def _locks(file: BinaryIO) -> bool:
 
 
 def acquire_once(store: "Store", observed: ObservedSince, key: str, patience: float) -> Lease | None:
-    """Return the lease for a single pass; None while another controller is alive or not watched for long enough."""
+    """Return the lease for a single pass; None if another controller is alive or was not watched for long enough."""
     give_up = time.monotonic() + patience
     while True:
         lease = acquire(store, observed, time.time(), once=True, scheduler=key)
@@ -264,9 +264,9 @@ def wait_for_lease(store: "Store", observed: ObservedSince, key: str, stopping: 
         held = store.lease(key)
         state = displayed_state(held, time.time())
         renewed = held is not None and first is not None and held.renewed_at != first.renewed_at
-        # Wait for a single pass to exit, since nothing follows it, and for a stalled controller's lease to expire.
+        # Wait for a single pass to exit, since it will not stay, and for a stalled controller's lease to expire.
         if not state.once and (renewed or (state.alive and state.process_seen)):
-            log.info("another controller lives: %s", held.holder if held else "")
+            log.info("another controller is alive: %s", held.holder if held else "")
             return None
         time.sleep(AGAIN)
     return None

@@ -56,7 +56,7 @@ class Reads(StoreOperations):
     def run(self, name: str) -> Run:
         """Return the run with this name or unique prefix, or the newest one (`@last`). Raises NotFound.
 
-        A restore test needs its whole name, or a prefix that matches only restore tests.
+        A restore test needs its full name, or a prefix that matches only restore tests.
         """
         found = self.database.first(Run, name=name)
         return self.named_run(self._resolve_name(name)) if found is None else found
@@ -93,7 +93,7 @@ class Reads(StoreOperations):
         return found
 
     def submissions(self, run: str | None = None, *, since: float = 0.0) -> list[Submission]:
-        """Return the submissions of one run, or of all, since a time; oldest first."""
+        """Return the submissions of one run, or of all, since a given time, oldest first."""
         return self.database.find(Submission, _SUBMITTED, values={"since": since}, **_given(run=run))
 
     def generations(self, run: str, attempt: int | None = None) -> list[Generation]:
@@ -112,7 +112,7 @@ class Reads(StoreOperations):
         return self.database.find(Checkpoint, run=run)
 
     def copies(self, run: str) -> list[CheckpointCopy]:
-        """Return the copies of a run's checkpoints in further tiers, by checkpoint and tier."""
+        """Return the copies of a run's checkpoints in other tiers, ordered by checkpoint and tier."""
         return self.database.find(CheckpointCopy, run=run)
 
     def restore_test(self, test: str) -> RestoreTest | None:
@@ -122,22 +122,22 @@ class Reads(StoreOperations):
     def restore_tests(
         self, run: str | None = None, *, going_on: bool = False, since: float = 0.0
     ) -> list[RestoreTest]:  # fmt: skip
-        """Return the restore tests of one run or of all, oldest first; `going_on`: only without a verdict."""
+        """Return the restore tests of one run or of all, oldest first; `going_on`: only those without a verdict."""
         where = (_BEGUN, _GOING_ON) if going_on else (_BEGUN,)
         return self.database.find(RestoreTest, *where, values={"since": since}, **_given(run=run))
 
     def history(self, cluster: str, since: float) -> tuple[list[Attempt], list[Generation]]:
-        """Return the attempts on a cluster (`Run.domain`) that ran since a time, and failed generations of its runs."""
+        """Return the attempts on a cluster (`Run.domain`) since a given time, and its runs' failed generations."""
         values = {"domain": cluster, "since": since}
         attempts = self.database.find(Attempt, _IN_DOMAIN[Attempt], _LIVED, values=values)
         return attempts, self.database.find(Generation, _IN_DOMAIN[Generation], _FAILED, values=values)
 
     def transitions(self, run: str) -> list[Transition]:
-        """Return all state changes of a run, its attempts and its checkpoints, in the order of recording."""
+        """Return all state changes of a run, its attempts and its checkpoints, in the order they were recorded."""
         return self.database.find(Transition, run=run)
 
     def changes_after(self, number: int, since: float) -> list[tuple[int, str]]:
-        """Return the numbers and runs of the changes of run state that are later than `number` and than a time."""
+        """Return the number and run of each change of a run's state after `number` and since a given time."""
         change = TABLES[Transition].c
         wanted = (change.id > number) & (change.kind == "run") & (change.time >= since)
         return self.database.rows(select(change.id, change.run).where(wanted).order_by(change.id))
@@ -147,12 +147,12 @@ class Reads(StoreOperations):
         return self.database.find(Notice, run=run)
 
     def cluster_notices(self, cluster: str, kinds: Iterable[str], since: float) -> list[Notice]:
-        """Return the notices of these kinds in all runs of a cluster since a time, oldest first."""
+        """Return the notices of these kinds in all runs of a cluster since a given time, oldest first."""
         values = {"domain": cluster, "kinds": sorted(kinds), "since": since}
         return self.database.find(Notice, _IN_DOMAIN[Notice], _NOTED, values=values)
 
     def nodes(self) -> list[Node]:
-        """Return every node seen, by cluster and name."""
+        """Return every node seen, ordered by cluster and name."""
         return self.database.find(Node)
 
     def config(self, digest: str) -> dict[str, Any]:
@@ -174,7 +174,7 @@ class Reads(StoreOperations):
         return self.database.find(Lease)
 
     def lease(self, scheduler: str | None = None) -> Lease | None:
-        """Return the lease for a scheduler instance's runs, or of the last controller alive; None before the first."""
+        """Return the lease covering an instance's runs (default: the most recently held lease); None if none does."""
         found = self.leases()
         return next(iter(found), None) if scheduler is None else covering_lease(found, scheduler)
 
@@ -183,11 +183,11 @@ class Reads(StoreOperations):
         return self.database.find(UserRequest, *((_PENDING,) if pending else ()))
 
     def cursors(self, run: str) -> dict[str, int]:
-        """Return the read offset of every event file of a run."""
+        """Return the read offset of each of a run's event files."""
         return {cursor.file: cursor.offset for cursor in self.database.find(EventCursor, run=run)}
 
     def _resolve_name(self, name: str) -> str:
-        """Return the whole name; a prefix matches restore tests only if it matches no other run."""
+        """Return the full name; a prefix matches restore tests only if it matches no other run."""
         if self._names(_RUNS.name == name):
             return name
         if name == "@last":
@@ -209,7 +209,7 @@ class Reads(StoreOperations):
             parts = list(reversed(Path(os.path.abspath(os.path.expanduser(name))).parts))
             known = self._names(is_among(_RUNS.name, "parts"), parts=parts)
             if meant := next((part for part in parts if part in known), None):
-                raise NotFound(f"{name} is a path, and the name of a run is needed", hint=f"did you mean {meant}?")
+                raise NotFound(f"{name} is a path, but a run name is needed", hint=f"did you mean {meant}?")
             name = parts[0]
         near = difflib.get_close_matches(name, self._names(true(), limit=1000), n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else "`orch status -n 50` lists the newest runs"

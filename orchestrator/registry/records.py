@@ -9,7 +9,7 @@ from orchestrator.states import AttemptState, RunState, Trust
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Run; times are seconds since the epoch."""
+    """A run. Times are in seconds since the epoch."""
 
     name: str
     state: RunState
@@ -161,7 +161,7 @@ class RestoreTest:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointCopy:
-    """Checkpoint in a further tier; `tier` is that tier's path."""
+    """Copy of a checkpoint in another tier; `tier` is that tier's path."""
 
     run: str
     name: str
@@ -173,7 +173,7 @@ class CheckpointCopy:
 
 @dataclass(frozen=True, kw_only=True)
 class Transition:
-    """Change of state with its reason. `kind` is run, attempt or checkpoint."""
+    """State change with its reason. `kind` is run, attempt or checkpoint."""
 
     run: str
     kind: str
@@ -186,7 +186,7 @@ class Transition:
 
 @dataclass(frozen=True, kw_only=True)
 class Notice:
-    """Event of an attempt that is kept for users: an incident, a straggler, a skipped batch, a used spare."""
+    """Event of an attempt that is kept for users: an incident, a straggler, a skipped batch or the use of a spare."""
 
     run: str
     attempt: int
@@ -222,7 +222,7 @@ class Node:
 PERSON, ORCH = "person", "orch"
 """Sources of an exclusion."""
 BY_PERSON = "excluded by "
-"""Prefix of the reason of a person's exclusion, followed by the person and the cause."""
+"""Prefix of the reason for an exclusion by a person, followed by the person and the cause."""
 UNTIL_RELEASED = 32503680000.0
 """End of an exclusion without a time limit: the year 3000."""
 
@@ -242,7 +242,7 @@ class Lease:
 REFUSED = "refused: "
 """Prefix of the answer to a refused request."""
 REPLACED_VARIABLES = "replaced_variables"
-"""Key in the arguments of a resume: the variables of `env_from` whose values the shell replaced."""
+"""Key in a resume request's arguments: the `env_from` variables whose values the user's shell replaced."""
 
 
 RELEASE, EXCLUDE = "release", "exclude"
@@ -252,7 +252,7 @@ OF_NODES = frozenset({RELEASE, EXCLUDE})
 
 @dataclass(frozen=True, kw_only=True)
 class UserRequest:
-    """Request of a person to the controller; verb is `cancel`, `resume`, or a member of OF_NODES."""
+    """A user's request to the controller; verb is `cancel`, `resume`, or a member of OF_NODES."""
 
     id: int
     run: str

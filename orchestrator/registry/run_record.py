@@ -1,4 +1,4 @@
-"""Record of a run: a copy of its rows in its run directory, in case the registry is lost."""
+"""Run record: a copy of a run's rows in its run directory, in case the registry is lost."""
 
 import logging
 import math
@@ -62,7 +62,7 @@ class RunRecord:
         """Parse a record. Raises OSError if it is missing, ValueError if it is invalid."""
         fields = read_json(path)
         if not isinstance(fields, dict) or fields.get("schema") != SCHEMA:
-            raise ValueError(f"{path} is not a record of a run")
+            raise ValueError(f"{path} is not a run record")
         if found := _impossible(fields):
             raise ValueError(f"{path} is damaged: {found}")
         try:
@@ -73,7 +73,7 @@ class RunRecord:
 
 
 def _fields(value: Any) -> Any:
-    """Return `dataclasses.asdict` without deep copies, because a record is written after every change."""
+    """Return the same as `dataclasses.asdict`, but without deep copies: a record is written after every change."""
     if is_dataclass(value):
         return {name: _fields(inner) for name, inner in vars(value).items()}
     return [_fields(item) for item in value] if isinstance(value, tuple) else value
@@ -90,7 +90,7 @@ def _impossible(value: Any, name: str = "") -> str:
 
 
 def load_record(store: Reads, name: str) -> RunRecord:
-    """Return the record of a run from its present rows."""
+    """Return the record of a run from its current rows."""
     return store.database.read(lambda: _load_record(store, name))
 
 
@@ -138,7 +138,7 @@ def write_records(
     write: Callable[[RunDir, RunRecord], object] = write_record,
     missed: Callable[[str], None] = log.warning,
 ) -> None:
-    """Update the records of these runs. An unwritable folder only lacks its copy.
+    """Update the records of these runs. A folder that cannot be written to merely goes without its copy.
 
     `missed` is called with a message for each such folder.
     """
@@ -148,11 +148,11 @@ def write_records(
             write(RunDir(Path(record.run.run_dir)), record)
         except (OSError, NotFound) as error:
             why = error_words(error) if isinstance(error, OSError) else str(error)
-            missed(f"the change of {name} is in the registry, and not in the record in the run's folder: {why}")
+            missed(f"the change to {name} is in the registry, but not in the record in the run's folder: {why}")
 
 
 def is_other_registry(named: str, registry: Path) -> bool:
-    """Return whether a record names another registry than this file; a restored backup counts as the same."""
+    """Return whether a record names a registry other than this file; a restored backup counts as the same."""
     if not named or Path(named) == registry.absolute():
         return False
     try:

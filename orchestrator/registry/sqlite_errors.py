@@ -1,7 +1,7 @@
 """Messages for SQLite's errors, and detection of errors worth a retry.
 
-WARNING: a process that may have the registry open must not open its file itself. Closing any descriptor of a file drops
-all POSIX locks of the process on it, including SQLite's (sqlite.org/howtocorrupt.html, 2.2).
+WARNING: a process that may have the registry open must not open the file in any other way. Closing any descriptor of a
+file drops all POSIX locks of the process on it, including SQLite's (sqlite.org/howtocorrupt.html, 2.2).
 """
 
 import os
@@ -71,7 +71,7 @@ def explain(error: BaseException | None, path: Path) -> RegistryError:
 
 
 def _is_writable(path: Path) -> bool:
-    """Return whether the owner may write the file; True if that is unknown."""
+    """Return whether the owner may write to the file; True if that is unknown."""
     try:
         return bool(path.stat().st_mode & stat.S_IWUSR)
     except OSError:
@@ -115,7 +115,7 @@ def _access_error(path: Path) -> RegistryError | None:
 def foreign(path: Path) -> ForeignDatabase:
     """Return the error for a database that belongs to another program."""
     return ForeignDatabase(
-        "the file is a database, but not a registry of orch",
+        "the file is a database, but not an orch registry",
         where=str(path),
         hint="set ORCH_REGISTRY to a file that does not exist yet",
     )

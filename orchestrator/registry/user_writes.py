@@ -62,8 +62,8 @@ class UserWrites(Reads):
     def create_run(self, new: NewRun, *, now: float, nonce: str) -> tuple[Run, Attempt]:
         """Create a run `<slug>-<n>` (CREATED) with the intent of its first attempt.
 
-        `n` is one more than the slug's highest number in this registry. It skips folders that exist in the root, so
-        that a lost registry or a second user of the root never causes a duplicate name.
+        `n` is one more than the slug's highest number in this registry. Numbers whose folders already exist in the root
+        are skipped, so that a lost registry or a second user of the root never causes a duplicate name.
         """
         name = self.free_name(new.slug, new.root)
         run = Run(
@@ -98,7 +98,7 @@ class UserWrites(Reads):
         under_way = [test.test for test in self.restore_tests(run, going_on=True)]
         require_removable(found, self.attempts(run), under_way)
         if not found.removal:
-            reason = f"is being removed; to finish that: orch rm {run}"
+            reason = f"is being removed; to finish: orch rm {run}"
             self.database.update(Run, {"removal": Removal.BEGUN, "reason": reason}, name=run)
 
     @writes
@@ -132,7 +132,7 @@ class UserWrites(Reads):
     def note_transition(
         self, run: str, kind: str, subject: str, before: str, after: str, reason: str, time: float
     ) -> None:  # fmt: skip
-        """Record, within a write, a change of state with its reason; the run's record file is due after the commit."""
+        """Record, within a write, a state change with its reason. The run's record file is updated after the commit."""
         self.database.touch(run)
         self.database.put(
             Transition(run=run, kind=kind, subject=subject, before=before, after=after, reason=reason, time=time)

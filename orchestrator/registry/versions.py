@@ -43,7 +43,7 @@ def find_version(connection: sqlite3.Connection, path: Path) -> str | None:
 
 
 def require_known(version: str | None, path: Path) -> None:
-    """Raise RegistryError for a registry that this program can neither read nor upgrade; None is an empty registry."""
+    """Raise RegistryError for a registry that this program can neither read nor upgrade; None means an empty one."""
     if version is None or OLDEST <= version <= HEAD:
         return
     if version < OLDEST:
@@ -56,8 +56,8 @@ def require_known(version: str | None, path: Path) -> None:
 
 
 def require_head(version: str | None, path: Path) -> None:
-    """Raise RegistryError for a registry that needs an upgrade or is unknown; None is an empty registry."""
+    """Raise RegistryError for a registry that needs an upgrade or is unknown; None means an empty one."""
     require_known(version, path)
     if version not in (None, HEAD):
-        what = f"the registry has the older version {version}, this orch reads {HEAD}"
+        what = f"the registry has the older version {version}; this orch reads {HEAD}"
         raise RegistryError(what, where=str(path), hint="`orch controller tick` upgrades it, after a backup")

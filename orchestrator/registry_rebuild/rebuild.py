@@ -47,7 +47,7 @@ class ImportableRun:
     """A run directory that can be imported."""
 
     folder: RunDir
-    configs: dict[str, dict[str, Any]]  # by digest: of every attempt, and of the run
+    configs: dict[str, dict[str, Any]]  # of every attempt and of the run, by digest
     record: RunRecord
 
     @property
@@ -128,7 +128,7 @@ def _refuse_twins(found: list[ImportableRun]) -> None:
         name = item.record.run.name
         if name in seen:
             raise RegistryError(
-                f"two folders are the run {name}: {seen[name]} and {item.folder.path}",
+                f"two folders claim to be the run {name}: {seen[name]} and {item.folder.path}",
                 where="the roots given",
                 hint="leave one root out, or move one of the two folders away",
             )
@@ -200,7 +200,7 @@ def _with_configs(folder: RunDir, record: RunRecord, submitted: dict[str, Any], 
 
     def add_config(file: Path) -> str:
         config = submitted if file == folder.config else read_json(file)
-        build(RunConfig, config)  # rejected by the present rules: no controller could serve it
+        build(RunConfig, config)  # raises if the current rules reject it, since no controller could serve it
         digest = hash_config(config)
         configs[digest] = config
         return digest
@@ -223,14 +223,14 @@ def _with_configs(folder: RunDir, record: RunRecord, submitted: dict[str, Any], 
         steps = 0 if configs[newest].get("command") else configs[newest]["train"]["steps"]
         run = replace(record.run, config_digest=newest, total_steps=steps)
         if recorded and run.state in LIVE_RUNS:
-            lost = "rebuilt, but a change of its configuration is lost: repeat it with `orch resume RUN KEY=VALUE`"
+            lost = "rebuilt, but a change to its configuration is lost: repeat it with `orch resume RUN KEY=VALUE`"
             run = replace(run, state=RunState.HELD, reason=lost.replace("RUN", run.name))
         record = replace(record, run=run)
     return ImportableRun(folder=folder, configs=configs, record=replace(record, attempts=attempts))
 
 
 def _relocate_record(record: RunRecord, folder: RunDir) -> RunRecord:
-    """Return the record with the folder's present path, because folders are moved and copied."""
+    """Return the record with the folder's current path, because folders may be moved or copied."""
     if Path(record.run.run_dir) == folder.path:
         return record
     here = str(folder.checkpoints)
@@ -300,7 +300,7 @@ def _catch_up(store: Store, item: ImportableRun, epoch: int, now: float) -> None
         except _UNUSABLE as error:
             log.warning("%s: the last events of attempt %d cannot be imported: %s", item.folder.path, count, error)
     _check_against_disk(store, item, epoch, now)
-    # Reading old events again must not change the run's time of update.
+    # Reading old events again must not change the run's update time.
     store.note_run(item.record.run.name, epoch=epoch, now=item.record.run.updated_at)
 
 
@@ -425,7 +425,7 @@ def _run_state(last: Attempt, place: AttemptDir, now: float) -> tuple[RunState, 
     if outcome is None and _is_fresh(place.heartbeat, now):
         return RunState.RUNNING, "rebuilt from its run directory: its job is alive"
     known = f"its last attempt ended: {outcome.reason}" if outcome else "its last attempt left no outcome"
-    return RunState.HELD, f"rebuilt without its record, and {known}; to go on: orch resume {last.run}"
+    return RunState.HELD, f"rebuilt without its record, and {known}; to continue: orch resume {last.run}"
 
 
 def _is_fresh(path: Path, now: float) -> bool:

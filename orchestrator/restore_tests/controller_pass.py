@@ -24,7 +24,7 @@ log = logging.getLogger("orch.controller")
 LOOK_EVERY = 30.0
 """Seconds between checks for due tests."""
 RECENT = 7 * 86400.0
-"""Seconds after its end for which a run is still tested. Later tests need a user's request."""
+"""Seconds for which a run is still tested after its end. Later tests need a user's request."""
 _UNUSABLE = (OrchError, OSError, ValueError, TypeError, KeyError, ImportError)
 """Errors from one run's configuration or folder; they must not affect other runs."""
 
@@ -105,7 +105,7 @@ class RestoreTests:
         """Refuse tests in excess of the runs' highest `max_parallel`. A test that cannot start takes no slot."""
         under_way = len(self.store.restore_tests(going_on=True))
         room, limited = most - under_way, []
-        waits = f"{under_way} in progress, the limit is {most} (restore_tests.max_parallel)"
+        waits = f"{under_way} in progress; the limit is {most} (restore_tests.max_parallel)"
         for due in found:
             if due.at > now or due.refused:
                 limited.append(due)
@@ -173,7 +173,7 @@ class RestoreTests:
 def begin_test(store: Store, files: Files, run: Run, request: RestoreTestRequest, now: float) -> RestoreTest:
     """Create a test and pin its checkpoint. Raises the errors of `create_test`.
 
-    If the checkpoint is deleted in between, the test ends without a verdict and the next one is due.
+    If the checkpoint is deleted in between, the test ends without a verdict and the next one becomes due.
     """
     test = create_test(store, run, request, now)
     try:

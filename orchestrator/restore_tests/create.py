@@ -91,12 +91,12 @@ def _own(run: Run) -> LocalStorage:
 LEAST_MINUTES = 30
 """Time limit in minutes for a small checkpoint.
 
-A shorter limit of the run, or `restore_tests.cluster.time`, takes precedence.
+A shorter limit set by the run, or `restore_tests.cluster.time`, takes precedence.
 """
 BYTES_PER_MINUTE = 2 << 30
 """Checkpoint bytes per additional minute of time limit; a test reads them three times, at 100 MB/s or faster."""
 LOW_PRIORITY = 10000
-"""`--nice` value of tests, which every user may set: tests queue behind all other jobs."""
+"""`--nice` value of tests, which any user may set. It makes tests queue behind all other jobs."""
 NAME_ROOM = 48
 
 
@@ -181,7 +181,7 @@ def create_test(store: Store, run: Run, asked: RestoreTestRequest, now: float) -
 
     def write_test() -> RestoreTest:
         if not asked.forced and store.restore_tests(run.name, going_on=True):
-            # A controller that was suspended must not repeat its successor's test.
+            # A controller that was suspended must not duplicate its successor's test.
             hint = f"orch restore-tests history {run.name}"
             raise Precondition(f"a restore test of {run.name} is under way", where=run.name, hint=hint)
         store.put_config(composed.data)
@@ -257,7 +257,7 @@ def _attempt(store: Store, run: Run, checkpoint: Checkpoint) -> Attempt | None:
 def _compose_test(
     saved_with: dict[str, Any], run: Run, settings: RestoreTestsConfig, asked: RestoreTestRequest
 ) -> Composed:
-    """Return the test config: no saves, drills or retries, and limits on hangs."""
+    """Return the test config: no saves, drills or retries, and hang limits that allow for slow reads."""
     data = recompose(saved_with, []).data
     data = {**copy.deepcopy(data), **with_layout(data, asked.layout)}
     data["name"] = f"{run.name[:NAME_ROOM]}-test"
@@ -270,7 +270,7 @@ def _compose_test(
     data["recovery"] |= {"restarts_in_place": 0, "max_failures": 0}
     data["detection"]["spike"]["deviations"] = 0.0
     hang = data["detection"]["hang"]
-    hang["slow"] = hang["most"] = max(hang["most"], 60.0 * longest)  # ranks read and wait for the slowest reader
+    hang["slow"] = hang["most"] = max(hang["most"], 60.0 * longest)  # ranks wait for the slowest reader
     data["drill"]["events"] = []
     data["restore_tests"] |= {"every": OFF}
     if data["command"]:

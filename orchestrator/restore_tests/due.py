@@ -161,7 +161,7 @@ def _when(facts: RunFacts, now: float) -> float | None:
 
 
 def cron_time(expression: str, after: float) -> float | None:
-    """Return the first time after `after` that matches a crontab line, in local time; None if none does."""
+    """Return the first time after `after` that matches a crontab line, in local time; None if there is none."""
     from cronsim import CronSim  # only for runs with such a schedule
 
     found = next(CronSim(expression, datetime.fromtimestamp(after)), None)
@@ -182,7 +182,7 @@ def _sample_checkpoint(facts: RunFacts, rng: Random) -> Checkpoint | None:
 
 
 def _back_off(facts: RunFacts, due: Due) -> Due:
-    """Postpone a test after unfinished tests, by a longer time after each consecutive one."""
+    """Postpone a test after unfinished tests, for longer after each consecutive one."""
     in_a_row = 0
     for test in reversed(facts.tests):
         if test.verdict != Outcome.NOT_FINISHED:

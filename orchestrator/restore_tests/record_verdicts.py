@@ -32,14 +32,14 @@ _MARKS = (OSError, RunDirHangs, ImportError, ValueError)
 
 @dataclass
 class VerdictRecorder:
-    """Recorder of verdicts, for the tested run's controller, the only process that may write that run's records."""
+    """Records verdicts for the tested run's controller, which is the only process that may write that run's records."""
 
     store: Store
     files: Files
     owns: Callable[[Run], bool]
 
     def close_test(self, test: RestoreTest, epoch: int, now: float) -> str:
-        """Close a test whose run has ended or takes too long; return "" while it is in progress. Raises Fenced."""
+        """Close a test whose run has ended or is taking too long; return "" while it is in progress. Raises Fenced."""
         run, source = self.store.run(test.test), self._source(test)
         if not self.owns(source or run):
             return ""
@@ -62,7 +62,7 @@ class VerdictRecorder:
         return f"{test.test}: step {test.step} of {test.run} on {test.layout}: {found.outcome}, {found.reason}"
 
     def unpin_ended(self, since: float) -> None:
-        """Remove the pins of tests that ended after `since`: a missing folder or space on a full disk may be back."""
+        """Retry removing the pins of tests that ended after `since`. The folder or disk space may be back by now."""
         for test in self.store.restore_tests(since=since):
             if test.ended_at is None:
                 continue
@@ -87,7 +87,7 @@ class VerdictRecorder:
             return f"given up after {(now - started) / HOUR:.1f} h: {run.reason}" if now - started > limit else ""
         age = now - test.begun_at
         most = START_WITHIN if run.state is RunState.CREATED else QUEUE_AT_MOST
-        return f"not begun within {most / HOUR:.0f} h: {run.reason}" if age > most else ""
+        return f"not started within {most / HOUR:.0f} h: {run.reason}" if age > most else ""
 
     def _minutes(self, run: Run) -> int:
         try:
@@ -100,7 +100,7 @@ class VerdictRecorder:
         reports = [notice.data for notice in self.store.notices(run.name) if notice.kind == EventKind.RESTORE_TESTED]
         if not reports:
             return RestoreVerdict(outcome=Outcome.NOT_FINISHED, reason=run.reason)
-        # Each rank of a user's program reports separately. A bad verdict decides, then a missing one.
+        # Each rank of a user's program reports separately. A bad verdict takes precedence, then a missing one.
         report = max(reports, key=lambda data: (data["verdict"] in FOUND_BAD, data["verdict"] != Outcome.RESTORED))
         outcome, reason = Outcome(report["verdict"]), str(report["reason"])
         if outcome is Outcome.RESTORED and run.state is not RunState.SUCCEEDED:  # another rank exited earlier
@@ -108,7 +108,7 @@ class VerdictRecorder:
         return RestoreVerdict(outcome=outcome, reason=reason, evidence=dict(report["evidence"]))
 
     def _times(self, test: RestoreTest, evidence: dict[str, Any], now: float) -> dict[str, float]:
-        """Return the job's run time, and the time from its start to the first step without verification, in seconds."""
+        """Return the job's run time, and the time from its start to the first step less verification, in seconds."""
         attempts: list[Attempt] = self.store.attempts(test.test)
         found = {"seconds": trained_seconds(attempts, now)}
         first, verified = evidence.get("first_step_at"), evidence.get("verify_seconds")

@@ -1,6 +1,6 @@
 """Access to run directories with a timeout: a hanging directory delays only its own run, and only once.
 
-A thread that waits for a dead file server cannot be stopped. It is left behind, and until it returns no other work
+A thread that waits for a dead file server cannot be stopped. It is left behind, and until it returns, no other work
 starts in that run's directory, so that its writes cannot come after later ones.
 """
 
@@ -26,7 +26,7 @@ _SLICE = 1.0
 
 
 class RunDirHangs(OrchError):
-    """Raised if a run directory does not answer or is another user's. Work that has begun there may still finish."""
+    """Raised if a run directory does not answer or belongs to another user. Work begun in it may still finish."""
 
     exit_code = 4
 
@@ -35,7 +35,7 @@ class Files(Protocol):
     """Access to run directories."""
 
     def call(self, folder: Path, work: Callable[[], T], patience: float | None = None) -> T:
-        """Return the result of `work`, which touches files in `folder`; raises RunDirHangs, or what `work` raises."""
+        """Return the result of `work` on files in `folder`. Raises RunDirHangs, or whatever `work` raises."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""One run as a pass of the controller uses it."""
+"""One run, as used by a controller pass."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +22,7 @@ def stored_config(store: Store, digest: str) -> dict[str, Any]:
 
 
 class RunConfigs:
-    """Configs of the registry by digest, each parsed once. Raises ValueError as `stored_config` does."""
+    """The registry's configs by digest, each parsed only once. Raises ValueError as `stored_config` does."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

@@ -33,7 +33,7 @@ class KnownProgress:
 
 
 def progress(place: AttemptDir) -> KnownProgress | None:
-    """Return the newest trained step and its loss, from the last line of metrics or else from the heartbeat."""
+    """Return the newest trained step and its loss, from the last metrics line or else from the heartbeat."""
     line, heartbeat = last_line(place.metrics), None
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         heartbeat = Heartbeat.read(place.heartbeat)

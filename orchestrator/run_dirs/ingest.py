@@ -30,7 +30,7 @@ from trainer.protocol.config_sections.scheduler_kinds import traits
 from trainer.protocol.events import Event, EventKind
 from trainer.protocol.user_code.code_record import CodeRecord
 
-UNREADABLE_EVENT = "event.unreadable"  # kind of the notice for an event that lacks required fields
+UNREADABLE_EVENT = "event.unreadable"  # notice kind for an event that lacks required fields
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ def _handle(writer: "_EventWriter") -> None:
     try:
         handler(writer)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        # The event is damaged or from another version. Judge the run by all others.
+        # The event is damaged or from another version. Judge the run by all other events.
         why = f"without {error}" if isinstance(error, KeyError) else str(error)
         log.warning("%s/%d: event %s cannot be read: %s", writer.run, writer.attempt, writer.event.kind, why)
         _notice(writer, "", unread=writer.event.kind, reason=why, kind=UNREADABLE_EVENT)
@@ -145,13 +145,13 @@ class _EventWriter:
             self.store.trust(self.run, item.name, to, reason, epoch=self.epoch, now=self.now)
 
     def elsewhere(self) -> str:
-        """Return the event's tier if it is not the tier of the commit; otherwise empty."""
+        """Return the event's tier if it is not the checkpoint's own tier; otherwise empty."""
         tier, item = str(self.data.get("tier") or ""), self.known()
         home = "" if item is None else item.tier or str(self.view.folder.checkpoints)
         return tier if tier and not self.paths.same(tier, home) else ""
 
     def leave_home(self, trust: Trust, reason: str) -> None:
-        """Replace a checkpoint that is bad in its own tier with one of its copies; without copies, change its trust."""
+        """Replace a checkpoint that is bad in its own tier with a copy, or change its trust if it has no copies."""
         item, name = self.known(), self.name
         copies = [copy for copy in self.store.copies(self.run) if copy.name == name]
         if item is None or item.trust is Trust.DELETED or not copies:
@@ -183,7 +183,7 @@ def _first_step(writer: _EventWriter) -> None:
         return
     step = writer.step
     writer.note(first_step=step)
-    # A later generation's resume, from a file that was read first, is not where the attempt began.
+    # If a later generation's resume was read first, from another file, it is not where the attempt began.
     if row.resumed_from is not None and row.resumed_from >= step:
         writer.note(resumed_from=None)
 
@@ -236,7 +236,7 @@ def _record_program_checkpoint(writer: _EventWriter) -> None:
     written_by = writer.attempt if new or known else max(1, writer.attempt - 1)
     damage = str(writer.data.get("damage") or "")
     was = str(writer.data.get("was") or "")
-    # A sign of damage may be wrong, and the program may rewrite the file. CORRUPT only if it was set aside.
+    # A sign of damage may be wrong, and the program may rewrite the file. It is CORRUPT only if it was set aside.
     checkpoint = Checkpoint(
         run=writer.run, name=writer.name, step=step, attempt=written_by,
         trust=Trust.CORRUPT if damage and was else Trust.COMMITTED,
@@ -296,7 +296,7 @@ def _record_deletion(writer: _EventWriter) -> None:
 
 
 def _remove(writer: _EventWriter, trust: Trust, reason: str) -> None:
-    """Drop the copy in the event's tier, or replace the checkpoint if that is the tier of its commit."""
+    """Drop the copy in the event's tier, or replace the checkpoint if that is its own tier."""
     if tier := writer.elsewhere():
         writer.store.drop_copy(writer.run, writer.name, tier, epoch=writer.epoch)
     else:
@@ -307,7 +307,7 @@ def _notice(writer: _EventWriter, node: str | None = None, *, kind: str = "", **
     event = writer.event
     if node is None:
         node = str(writer.data.get("node") or "")
-    # Ranks restart their event numbers in every generation.
+    # Ranks number their events afresh in every generation.
     source = f"{event.source}/{event.generation}" if event.source.startswith("rank-") else event.source
     drilled = {DRILLED: True} if writer.is_drilled() else {}
     notice = Notice(

@@ -1,4 +1,4 @@
-"""Locations of a run's checkpoints that are visible from this machine."""
+"""A run's checkpoints that are visible from this machine."""
 
 import errno
 import logging
@@ -88,7 +88,8 @@ def expected_names(
 class RunCheckpoints:
     """A run's checkpoints in shared tiers: visible entries, and names that the registry expects in them.
 
-    `unread` has the unreadable tiers by path. `newest_is_unread`: one of them may hold the newest checkpoint.
+    `unread` maps the paths of unreadable tiers to the errors. `newest_is_unread`: one of them may hold the newest
+    checkpoint.
     """
 
     seen: tuple[Entry, ...] = ()
@@ -105,7 +106,7 @@ def find_checkpoints(
     known: Sequence[Checkpoint],
     copies: Sequence[CheckpointCopy],
 ) -> RunCheckpoints:
-    """Return the checkpoints of earlier attempts. For a run that starts from scratch no tier is read."""
+    """Return the checkpoints of earlier attempts. If the run starts from scratch, no tier is read."""
     begun = bool(run.identity.get("imported"))
     if not earlier and not begun:
         return RunCheckpoints()
@@ -131,7 +132,7 @@ def find_checkpoints(
 def _find_absent(
     places: Iterable[ResolvedTier], newest: Checkpoint | None, copies: Iterable[CheckpointCopy]
 ) -> dict[str, OSError]:
-    """Return, by path, the tiers whose folder is missing although the registry has the newest checkpoint there."""
+    """Return, keyed by path, the tiers whose folder is missing although the newest checkpoint should be there."""
     if newest is None:
         return {}
     holders = {newest.tier, *(copy.tier for copy in copies if copy.name == newest.name)}
@@ -143,9 +144,9 @@ def _find_absent(
 class Inheritance:
     """Checkpoint names for an attempt's launch token, newest first.
 
-    A missing one of `checkpoints` is reported as a fault. Those in `perhaps` are newer but not visible, probably on
-    local disks of nodes, which the next job may get again. Those in `corrupt` are visible but never loaded; if nothing
-    else is left, the attempt fails instead of starting at step 0.
+    If one of `checkpoints` is missing, a fault is reported. Those in `perhaps` are newer but not visible: they are
+    probably on local disks of nodes that the next job may be given again. Those in `corrupt` are visible but never
+    loaded; if nothing else is left, the attempt fails instead of starting at step 0.
     """
 
     checkpoints: tuple[str, ...]
@@ -159,7 +160,7 @@ def inheritable(
     """Return the checkpoints that the attempt may load from earlier ones.
 
     Visible entries count even if the registry has recorded their deletion. Corrupt entries do not count, and suspect
-    ones only if nothing older is left. Without any entry the `expected` names are returned, because a run must not
+    ones only if nothing older is left. If there is no entry, the `expected` names are returned, because a run must not
     restart from scratch merely because the list is empty.
     """
     rows = {item.name: item for item in known if item.attempt < attempt}

@@ -16,7 +16,7 @@ def is_live(job: JobStatus) -> bool:
 
 
 def oldest(jobs: Iterable[JobStatus]) -> JobStatus:
-    """Return the job to adopt for an attempt: the one with the earliest submit time, then with the lowest id."""
+    """Return the job to adopt for an attempt: the one with the earliest submit time, then the lowest id."""
     return min(jobs, key=lambda job: (job.submit_time, len(job.job_id), job.job_id))
 
 

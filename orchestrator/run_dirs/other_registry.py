@@ -54,7 +54,7 @@ def find_other_registry(run: Run, attempts: Sequence[Attempt], registry: Path) -
 
 
 def find_serving_registry(record: RunRecord, registry: Path, now: float) -> OtherRegistry | None:
-    """Return the other registry whose live controller serves the run of this record."""
+    """Return the other registry whose live controller serves this record's run."""
     run = record.run
     if run.state not in LIVE_RUNS or not is_other_registry(record.registry, registry):
         return None

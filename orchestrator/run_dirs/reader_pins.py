@@ -1,4 +1,4 @@
-"""Pins of processes that read a checkpoint. Each pin lasts as long as its process."""
+"""Pins held by processes that are reading a checkpoint. Each pin lasts as long as its process."""
 
 import os
 import time

@@ -44,7 +44,7 @@ class ForeignFolder(Exception):
 
 
 def in_own_folder(folder: Path, work: Callable[[], T]) -> T:
-    """Return the result of `work`, but read no other user's files. Raises ForeignFolder, or what `work` raises."""
+    """Return the result of `work` without reading others' files. Raises ForeignFolder, or whatever `work` raises."""
     before = _identity(folder)
     with only_own_files():
         value = work()
@@ -68,7 +68,7 @@ def _identity(folder: Path) -> tuple[int, int] | None:
         for status in (os.lstat(folder), found := os.stat(folder)):
             if not is_trusted(status.st_uid):
                 raise ForeignFolder(f"the run directory belongs to {user_name(status.st_uid)}: {folder}")
-    except OSError:  # the next use reports the error
+    except OSError:  # the next use will report the error
         return None
     return found.st_dev, found.st_ino
 
@@ -85,14 +85,14 @@ def missing_room(folder: RunDir, checkpoint: int) -> str:
     free = _free(folder) if checkpoint else None
     if free is not None and free < checkpoint + LEAST:
         left, wanted = free / (1 << 20), checkpoint / (1 << 20)
-        room = f"{left:.1f} MiB are free, a checkpoint needs {wanted:.1f} MiB"
+        room = f"{left:.1f} MiB are free; a checkpoint needs {wanted:.1f} MiB"
         return f"{disk_words(errno.ENOSPC)}: {room} ({folder.path})"
     return write_probe(folder.path, min(checkpoint + LEAST, _MOST_PROBED))
 
 
 def _free(folder: RunDir) -> int | None:
     """Return the free bytes, plus those that the next job frees first; None if the file system does not report them."""
-    from checkpointing.retention.garbage import find_debris  # storage backends: only after a full disk
+    from checkpointing.retention.garbage import find_debris  # storage backends, needed only after a full disk
     from checkpointing.tiers.catalog import Catalog  # likewise
 
     try:
@@ -162,10 +162,10 @@ def refuse_within_run(place: Path, key: str, own: Path | None = None) -> None:
 def ensure_run_dir(run: Run, first: Attempt, config: dict[str, Any]) -> RunDir:
     """Create a run's folder, unless it exists, with the first attempt's `config`.
 
-    The folder is built as a draft next to its final path and then renamed, so no reader sees half of it. The submitter
-    and a controller may do this at the same time on two machines. Each has its own draft, and the slower process uses
-    the faster one's folder, whatever error it has met. Either process then moves the staged secrets into the folder.
-    Raises Precondition if another run's folder has this path.
+    The folder is built as a draft next to its final path and then renamed, so no reader sees it half built. The
+    submitter and a controller may do this at the same time on two machines. Each has its own draft, and the slower
+    process uses the faster one's folder, whatever error it ran into. Either process then moves the staged secrets into
+    the folder. Raises Precondition if another run's folder has this path.
     """
     final = RunDir(Path(run.run_dir))
     if not final.run.exists():
@@ -202,7 +202,7 @@ def _make(final: RunDir, run: Run, first: Attempt, config: dict[str, Any]) -> No
             staged_secrets.copy_to_test(order, config.get("env_from", ()), draft)
         write_durably(draft.run, dump_line(_run_json(run, first)).encode())
         ensure_attempt_dir(draft, first, config)
-        if skipped := (run.identity.get("imported") or {}).get("skipped"):  # by the checkpoint's own run
+        if skipped := (run.identity.get("imported") or {}).get("skipped"):  # by the run that saved the checkpoint
             skipped_batches.add(draft.attempt(first.number), [Skip(**fields) for fields in skipped])
         os.rename(draft.path, final.path)
 

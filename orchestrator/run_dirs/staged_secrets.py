@@ -60,7 +60,7 @@ def adopt(folder: RunDir, nonce: str) -> None:
 
 
 def copy_to_test(order: Mapping[str, Any], names: Sequence[str], target: RunDir) -> None:
-    """Copy the tested run's secrets into a restore test's folder. Raises Precondition and OSError."""
+    """Copy the tested run's secrets into a restore test's folder. Raises Precondition or OSError."""
     if names:
         values = require(RunDir(Path(order["run_dir"])), names).values
         RunSecrets(values={name: values[name] for name in names}).create(target.secrets)

@@ -260,7 +260,7 @@ def test_an_attempt_ends_as_storage_and_the_next_one_waits_for_room(disk: Path) 
     jobs = len(world.slurm.jobs)
     world.turns(50, 10.0)
     assert world.run.reason == (
-        "storage: waits for disk space in the run's folder: disk full: 0.0 MiB are free, a checkpoint needs 3.0 MiB "
+        "storage: waits for disk space in the run's folder: disk full: 0.0 MiB are free; a checkpoint needs 3.0 MiB "
         f"({world.folder.path})"
     )
     # Room for small files is not enough: it would train for nothing.

@@ -90,7 +90,7 @@ def test_folder_in_place_of_run_name(orch: Type, seeds: Seeds, below: str) -> No
     run = seeds.run()
     said = orch("status", f"{seeds.root / run}{below}")
     assert said.code == 3
-    assert "is a path, and the name of a run is needed" in said.err
+    assert "is a path, but a run name is needed" in said.err
     assert f"did you mean {run}?" in said.err
 
 

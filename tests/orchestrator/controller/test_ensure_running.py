@@ -54,7 +54,7 @@ def assert_a_second_one_ends(path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(Path(service.__file__).parents[2]), "ORCH_HOME": str(home)},
     )  # fmt: skip
     assert again.returncode == 0
-    assert "another controller lives" in (home / "controller.log").read_text()
+    assert "another controller is alive" in (home / "controller.log").read_text()
 
 
 @pytest.mark.parametrize("place", ["elsewhere", f"{host_name()}/another-container"])

@@ -403,7 +403,7 @@ def test_a_checkpoint_whose_step_is_not_higher_counts_by_time_or_by_the_programs
     assert (decision.action is Action.RETRY) is (counts or kind is K.PREEMPTED), decision.reason
     free = counts and kind is K.PREEMPTED
     assert decision.reason.startswith("continues after preempted" if free else f"{str(kind).replace('_', ' ')} ")
-    hint = "written under steps no higher than before, which counts only half an hour after a start"
+    hint = "saved under steps no higher than before, which counts as progress only half an hour after a start"
     assert (hint in decision.reason) is (seconds > 0 and not counts)
 
 

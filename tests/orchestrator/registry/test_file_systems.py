@@ -114,7 +114,7 @@ def test_locks_that_do_not_work_on_this_host_are_refused(path: Path, monkeypatch
     assert locks_work(path)
     for lock in (broken, nothing):
         monkeypatch.setattr(file_systems.fcntl, "lockf", lock)
-        with pytest.raises(RegistryError, match="does not stop another one"):
+        with pytest.raises(RegistryError, match="does not stop another process"):
             choose_journal_mode(path, mount("nfs4"))
     assert os.listdir(path.parent) == []
 

@@ -149,7 +149,7 @@ def test_a_database_of_another_program_stays_where_it_is(desk: Desk) -> None:
         connection.execute("CREATE TABLE addresses (name TEXT)")
         connection.commit()
     before = theirs.read_bytes()
-    with pytest.raises(RegistryError, match="a database, but not a registry of orch"):
+    with pytest.raises(RegistryError, match="a database, but not an orch registry"):
         rebuild(theirs, [desk.root], now=50.0)
     assert theirs.read_bytes() == before
 
@@ -316,7 +316,7 @@ def test_two_folders_of_one_name_are_refused_and_nothing_changes(desk: Desk, tmp
     begin(desk)
     shutil.copytree(desk.root, tmp_path / "copy")
     lose(desk)
-    with pytest.raises(RegistryError, match="two folders are the run tiny-1"):
+    with pytest.raises(RegistryError, match="two folders claim to be the run tiny-1"):
         rebuild(desk.path, [desk.root, tmp_path / "copy"])
     assert not desk.path.exists()
 

@@ -54,7 +54,7 @@ def test_a_change_that_no_attempt_was_begun_with_is_said_to_be_lost(desk: Desk) 
     with rebuilt(desk, folder) as store:
         run = store.run(folder.name)
         assert (run.state, run.config_digest, run.total_steps) == (RunState.HELD, first, 100)
-        assert "a change of its configuration is lost" in run.reason
+        assert "a change to its configuration is lost" in run.reason
 
 
 def test_an_attempt_that_was_about_to_begin_has_the_config_of_the_one_before(desk: Desk) -> None:

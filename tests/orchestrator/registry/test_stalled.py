@@ -70,11 +70,11 @@ def test_a_new_daemon_waits_beside_a_stopped_one_which_goes_on_or_is_told_of_and
         [sys.executable, "-P", "-m", "orchestrator.controller.service", str(path)], timeout=60, check=False,
         env={**os.environ, "PYTHONPATH": str(Path(service.__file__).parents[2]), "ORCH_HOME": str(home)},
     )  # fmt: skip
-    assert "another process waits for the lease" in (home / "controller.log").read_text()
+    assert "another process is already waiting for the lease" in (home / "controller.log").read_text()
     assert second.returncode == 0
     stopped.send_signal(signal.SIGCONT)
     # The one that was stopped goes on with its lease, and the one beside it has nothing to wait for.
-    until(lambda: "another controller lives" in controller_log().read_text())
+    until(lambda: "another controller is alive" in controller_log().read_text())
     assert service.status(path).pid == stopped.pid
     stop(stopped.pid)
     epoch = service.status(path).epoch

@@ -348,7 +348,7 @@ def test_files_that_are_no_registry_are_refused(tmp_path: Path) -> None:
     other = sqlite3.connect(tmp_path / "other.db")
     other.execute("CREATE TABLE mine (x)")
     other.close()
-    with pytest.raises(RegistryError, match="not a registry of orch"):
+    with pytest.raises(RegistryError, match="not an orch registry"):
         Store.open(tmp_path / "other.db")
     (tmp_path / "folder.db").mkdir()
     with pytest.raises(RegistryError, match="it is a folder"):

@@ -300,7 +300,7 @@ def test_the_status_names_code_that_nobody_has_accepted(tmp_path: Path) -> None:
     log.write(EventKind.CODE_CHANGED, digest="d", reason="mine changed since the submit", files={"mine": "new"})
     world.tick()
     world.tick()
-    assert world.run.reason.endswith("; trains different code: mine changed since the submit")
+    assert world.run.reason.endswith("; runs different code: mine changed since the submit")
     log.write(EventKind.RESTART_DIFFERS, step=8, restored=7, reason="loss of step 8 is 2.0, it was 1.0")
     world.tick()
     world.tick()

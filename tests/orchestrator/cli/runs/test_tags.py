@@ -81,7 +81,7 @@ def test_unwritable_record_is_warned_of(orch: Type, seeds: Seeds) -> None:
     said = orch("tag", run, "+a")
     assert (said.code, said.out) == (0, f"{run}: a\n")
     words = (
-        f"warning: the change of {run} is in the registry, and not in the record in the run's folder: Is a directory"
+        f"warning: the change to {run} is in the registry, but not in the record in the run's folder: Is a directory"
     )
     assert " ".join(said.err.split()).startswith(words)
     assert "Errno" not in said.err

@@ -17,7 +17,7 @@ _EXCHANGE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 
 
 def measure(spec: RankSpec, config: JobConfig, control: socket, device: torch.device) -> None:
-    """Measure this node and report to its agent, if enabled. Collective. Not exercised on a GPU yet."""
+    """If enabled, measure this node and report to its agent. Collective. Not yet tested on a GPU."""
     if not config.detection.preflight.on or not spec.fit:
         return
     began = time.monotonic()

@@ -109,7 +109,7 @@ def refuse_sharding(optimizer: torch.optim.Optimizer, names: Names, error: Excep
 
 
 PREFIXES = ("optimizer/", "groups/", "entries/")
-"""Prefixes of the names of all optimizer tensors."""
+"""Name prefixes of all optimizer tensors."""
 
 _STATE = PREFIXES[0]
 _NAMED = "state:"
@@ -213,7 +213,7 @@ class OptimizerState:
         return {"holders": self._describe_holders(), **{key: value for key, value in found.items() if value}}
 
     def _relate(self, key: str, metadata: TensorMetadata) -> TensorMetadata:
-        """Return the metadata, with None for sharding like the parameter's, because it depends on the layout."""
+        """Return the metadata, with None for sharding that matches the parameter's, which depends on the layout."""
         parameter = self._parameters.get(_owner(key) or "")
         if parameter is None or metadata[1] != list(parameter.shape) or metadata[3] != isinstance(parameter, DTensor):
             return metadata
@@ -232,7 +232,7 @@ class OptimizerState:
         return ((self._names[parameter], held) for parameter, held in self._parameter_states())
 
     def _describe_holders(self) -> dict[str, list[str]]:
-        """Return the names of the parameters with state, or the names of those without if that is shorter."""
+        """Return the names of the parameters with state, or of those without if there are fewer."""
         there = {name for name, _ in self._holders()}
         trained = self._trained_names()
         if 2 * len(there) > len(trained):
@@ -325,7 +325,7 @@ class OptimizerState:
         return made
 
     def restore(self, facts: Mapping[str, Any] | None, absent: Collection[str]) -> list[str]:
-        """Apply filled targets and facts and return messages. An imported checkpoint lacks the targets `absent`."""
+        """Apply the filled targets and facts. Return messages. An imported checkpoint lacks the targets `absent`."""
         if facts is None:
             return self._restore_imported(absent)
         self._restore_state(facts)
@@ -343,7 +343,7 @@ class OptimizerState:
         self.groups.reset()
         if _loads_itself(self._optimizer):
             self._load({})
-        return [f"the checkpoint has no {', '.join(counted)} of the optimizer, which start again"] if counted else []
+        return [f"the checkpoint lacks the optimizer's {', '.join(counted)}: set to initial values"] if counted else []
 
     def _restore_state(self, facts: Mapping[str, Any]) -> None:
         values = facts.get("values", {})
@@ -420,7 +420,7 @@ def _entry_key(key: str) -> str:
 
 
 def _named_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state with string keys, which torch allows in addition to parameters."""
+    """Return the state under string keys, which torch allows in addition to parameters."""
     return {f"{_NAMED}{key}": value for key, value in optimizer.state.items() if isinstance(key, str)}
 
 

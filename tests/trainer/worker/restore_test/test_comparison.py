@@ -112,7 +112,7 @@ def test_steps_of_other_code_are_marked(run: RunDir, tmp_path: Path) -> None:
         assert [int(values["loss"]) for values in found if "other_software" not in values] == [number]
     far = compare({7: {**STEP, "loss": 9.0}}, {7: found[:1]}, TIGHT, exact=True)
     assert (bool(far.difference), far.why_no_verdict) == (
-        True, "the run had trained that step with other software or code"
+        True, "the run trained that step with different software or code"
     )  # fmt: skip
 
 

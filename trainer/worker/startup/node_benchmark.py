@@ -63,7 +63,7 @@ def partners(rank: int, world: int, local_world: int) -> list[int]:
     """
     node, local = divmod(rank, local_world)
     nodes = world // local_world
-    rounds = 2 + nodes % 2  # a ring of odd size needs a third round
+    rounds = 2 + nodes % 2  # an odd-sized ring needs a third round
     between = [_ring_neighbour(node, nodes, turn) if local == 0 else -1 for turn in range(rounds)]
     within = _ring_neighbour(local, local_world, 0)
     return [

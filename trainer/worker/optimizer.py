@@ -180,7 +180,7 @@ def prime(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def _preserve_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Restore the weights afterwards: at rate 0 a fixed decay still changes them, and 0 / 0 gives NaN."""
+    """Restore the weights afterwards, because even at rate 0, a fixed decay changes them and 0 / 0 gives NaN."""
     parameters = [own_part(parameter.detach()) for group in optimizer.param_groups for parameter in group["params"]]
     before = [parameter.clone() for parameter in parameters]
     try:

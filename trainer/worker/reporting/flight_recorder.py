@@ -66,7 +66,7 @@ def write_groups(spec: RankSpec) -> None:
 
 
 def is_secondary_failure(error: BaseException) -> bool:
-    """Return whether `error` only reports a dead peer. The cause is then elsewhere."""
+    """Return whether `error` only reports a dead peer. If so, the cause is elsewhere."""
     if isinstance(error, PeerLost):
         return True
     # Only errors from torch's collectives count. A ConnectionResetError in the user's code is a cause.

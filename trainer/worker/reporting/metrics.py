@@ -185,7 +185,7 @@ class StepFigures:
 
 
 def section_seconds(nanoseconds: Sequence[int]) -> dict[str, float]:
-    """Return seconds by section name."""
+    """Return the seconds in each section, keyed by name."""
     return {phase.name.lower(): value * 1e-9 for phase, value in zip(SECTIONS, nanoseconds, strict=True)}
 
 

@@ -23,7 +23,7 @@ _EQUAL = ("position", "software")
 """Values that must be equal in two lines for their numbers to be comparable."""
 
 Recorded = Mapping[int, Sequence[Mapping[str, Any]]]
-"""Lines of steps.jsonl by step. A step may have been trained more than once."""
+"""Lines of steps.jsonl, keyed by step. A step may have been trained more than once."""
 
 
 class RetrainedSteps:

@@ -1,4 +1,4 @@
-"""Timers for a rank's own work by section, and for its waits in collectives."""
+"""Timers for a rank's own work in each section, and for its waits in collectives."""
 
 import time
 from collections import deque
@@ -81,7 +81,7 @@ _DATA = SECTIONS.index(Phase.DATA)
 
 
 class Stopwatch(Protocol):
-    """Sum of nanoseconds by section."""
+    """Total nanoseconds per section."""
 
     counts_waits: bool
     """Whether a wait for a message counts as work unless the section is paused."""

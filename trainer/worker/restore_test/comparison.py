@@ -25,8 +25,8 @@ BOUNDS = {
     "bfloat16": {"loss": 3e-4, "grad_norm": 3e-2},
     "float16": {"loss": 3e-4, "grad_norm": 3e-2},
 }
-"""Largest accepted relative differences in the first step on another layout or machine, by `train.dtype`. In the n-th
-step, n times as much is accepted, because differences grow.
+"""Largest accepted relative differences in the first step on another layout or machine, keyed by `train.dtype`. In the
+n-th step, n times as much is accepted, because differences grow.
 
 The bounds are at least three times, and mostly ten times, the differences measured with healthy checkpoints on 1 to 8
 ranks. See docs/restore-tests.md."""
@@ -36,7 +36,7 @@ ranks. See docs/restore-tests.md."""
 class Comparison:
     """Result of a comparison: the number of steps `compared`, and the first `difference` in words.
 
-    `why_no_verdict` is the reason why the recorded steps make the difference inconclusive. `largest` is the largest
+    `why_no_verdict` says why the recorded steps make the difference inconclusive. `largest` is the largest
     relative difference found.
     """
 

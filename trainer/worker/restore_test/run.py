@@ -1,4 +1,4 @@
-"""Restore test on every rank: examine, restore, train, compare, write the verdict."""
+"""Restore test on every rank: examine, restore, train, compare and write the verdict."""
 
 import json
 import time

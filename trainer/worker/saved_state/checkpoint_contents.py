@@ -111,7 +111,7 @@ def buffer_slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the persistent buffers by name. A shared buffer is listed under its first name."""
+    """Return the persistent buffers, keyed by name. A shared buffer is listed under its first name."""
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, module, key in buffer_slots(model):
@@ -123,7 +123,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers by `model/<name>`. A shared parameter is listed under its first name."""
+    """Return parameters and persistent buffers, keyed by `model/<name>`. A shared parameter has only its first name."""
     found = {f"model/{name}": parameter.detach() for name, parameter in model.named_parameters()}
     found.update({f"model/{name}": buffer for name, buffer in persistent_buffers(model).items()})
     return found
@@ -194,7 +194,7 @@ def _own_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _tensors_of_stages(model: nn.Module, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of all stages by name on rank 0. Other ranks send theirs one at a time and yield nothing."""
+    """Yield the names and tensors of all stages on rank 0. Other ranks send theirs one at a time and yield nothing."""
     group, place = layout.pp.get_group(), layout.place["pp"]
     ranks = dist.get_process_group_ranks(group)
     tensors = {

@@ -37,7 +37,7 @@ def plain_position(consumed: Any) -> int | float:
 
 
 class DataState:
-    """Save and restore of one rank's data. Ranks that share layers or sequences have the same data."""
+    """Saves and restores the state of one rank's data. Ranks that share layers or sequences have the same data."""
 
     def __init__(self, data: Data, layout: Layout, model: nn.Module, device: torch.device) -> None:
         """Check the data's interface. Raises WorkloadError for data without a savable position."""

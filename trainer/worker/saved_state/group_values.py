@@ -72,7 +72,7 @@ class GroupValues:
             for number, group in enumerate(optimizer.param_groups)
         ]
         self.unsaved: dict[str, str] = {}
-        """Descriptions of changed values whose type is not saved, by key."""
+        """Descriptions of changed values whose type is not saved, under their keys."""
 
     def refuse_other_groups(self) -> None:
         """Raise WorkloadError if the number of groups has changed since `build_optimizer`."""

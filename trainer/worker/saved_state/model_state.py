@@ -79,7 +79,7 @@ def extra_prefix(rank: int) -> str:
 
 
 class ModuleExtraState:
-    """Extra state of all modules in a model, by module name."""
+    """Extra state of all modules in a model, keyed by module name."""
 
     def __init__(self, model: nn.Module) -> None:
         """Raise WorkloadError for a module with `get_extra_state` but without `set_extra_state`."""

@@ -22,7 +22,7 @@ from trainer.worker.saved_state.checkpoint_contents import differing_tensors, te
 from trainer.worker.workload import WorkloadError
 
 Names = Mapping[torch.Tensor, str]
-"""Parameter names in the model, by parameter."""
+"""Names of the model's parameters, keyed by parameter."""
 
 _MOST_INLINE = 4096
 """Maximum number of bytes stored in JSON. Longer values are saved as a tensor."""
@@ -259,7 +259,7 @@ class ObjectState:
     """State of one object, with tensors named `<prefix>...`. An object without `state_dict` has no state."""
 
     def __init__(self, owner: object, prefix: str, model: nn.Module, device: torch.device, *, called: str = "") -> None:
-        """Wrap an object. `called` is the name for messages, by default the class of `owner`."""
+        """Wrap an object. `called` is the name used in messages, by default the class of `owner`."""
         self._owner, self._prefix, self._device = owner, prefix, device
         self._called = called or type(owner).__name__
         self._parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
@@ -287,7 +287,7 @@ class ObjectState:
                 self._own_names[key] = f"{self._prefix}/rank-{rank:05d}{key.removeprefix(self._prefix)}"
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors by name. Raises WorkloadError for a value that cannot be saved."""
+        """Return the tensors, keyed by name. Raises WorkloadError for a value that cannot be saved."""
         return self._read_state()[1]
 
     def facts(self) -> dict[str, Any]:

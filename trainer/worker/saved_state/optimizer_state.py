@@ -248,7 +248,7 @@ class OptimizerState:
         return sorted(key for key in self._metadata.keys() - metadata.keys() if _owner(key) in there)
 
     def _values(self) -> dict[str, Any]:
-        """Return non-tensor values by key. A value that is equal for all parameters is listed once."""
+        """Return non-tensor values under their keys. A value that is equal for all parameters is listed once."""
         found: dict[str, dict[str, Any]] = {}
         count = 0
         for name, held in self._holders():
@@ -371,7 +371,7 @@ class OptimizerState:
     def _load_entries(
         self, entries: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, itself: bool = False
     ) -> None:
-        """Load entries. With `itself`, always call `load_state_dict()`, because it may derive values."""
+        """Load entries. If `itself`, always call `load_state_dict()`, because it may derive values."""
         found = {key: object_state.decode(value, tensors, self._parameters) for key, value in entries.items()}
         named_entries = {key: value for key, value in found.items() if key.startswith(_NAMED)}
         named: dict[Any, Any] = self._optimizer.state  # torch's own state has tensors as keys
@@ -383,7 +383,7 @@ class OptimizerState:
             self._load(extra)
 
     def _load(self, extra: Mapping[str, Any]) -> None:
-        """Make the optimizer load `extra` with its own state, and restore values that torch converts or replaces."""
+        """Make the optimizer load `extra` and its own state, and restore values that torch converts or replaces."""
         held = {parameter: dict(state) for parameter, state in self._parameter_states()}
         groups = [dict(group) for group in self._optimizer.param_groups]
         self._optimizer.load_state_dict({**self._optimizer.state_dict(), **extra})

@@ -26,7 +26,7 @@ OBSERVED_STEPS = 3
 
 
 class ModuleAttributes:
-    """Numbers, strings and tuples of them in the attributes of modules, by `model.<module>.<attribute>`."""
+    """Numbers, strings and tuples of them in modules' attributes, keyed by `model.<module>.<attribute>`."""
 
     step: int
     """Step of the restored checkpoint."""
@@ -102,7 +102,7 @@ def _torch_attributes() -> frozenset[str]:
 
 
 class UnsavedAttributes:
-    """Attributes of objects, by `<object>.<attribute>`, compared with their initial values."""
+    """Attributes of objects, keyed by `<object>.<attribute>`, compared with their initial values."""
 
     def __init__(self, objects: Mapping[str, object]) -> None:
         self._objects = dict(objects)

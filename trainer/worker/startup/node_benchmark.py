@@ -28,7 +28,7 @@ def measure(spec: RankSpec, config: JobConfig, control: socket, device: torch.de
 
 
 class _TimeBudget:
-    """Agreement of all ranks, before each try, on whether the slowest rank has enough time left."""
+    """Agreement between all ranks, before each try, on whether the slowest rank has enough time left."""
 
     def __init__(self, began: float, seconds: float, device: torch.device) -> None:
         self._began, self._seconds, self._device = began, seconds, device

@@ -1,4 +1,4 @@
-"""Software of every rank, and its differences from a checkpoint's software."""
+"""Every rank's software, and how it differs from a checkpoint's software."""
 
 import hashlib
 import os

@@ -152,7 +152,7 @@ class Loop:
         clear_gradients(objects.optimizer, self._parameters, (objects.workload, objects.model))
 
     def _exposed_seconds(self) -> dict[str, float]:
-        """Return the seconds of exposed communication in the previous step, by kind."""
+        """Return the seconds of each kind of exposed communication in the previous step."""
         exposed = self._passes.exposed
         return {**exposed, "reductions": exposed.get("reductions", 0.0) + self._services.phases.reductions}
 

@@ -65,7 +65,7 @@ class MetricReducer:
         return self._tensor([cell for name in self._names for cell in self._row(given.get(name))])
 
     def unpack(self, numbers: list[float]) -> dict[str, float]:
-        """Return the numbers by name, from the sum of all ranks' rows. Names without a value are omitted."""
+        """Return the numbers, keyed by name, from the sum of all ranks' rows. Names without a value are omitted."""
         rows = zip(self.names, numbers[::_CELLS], numbers[1::_CELLS], numbers[2::_CELLS], strict=True)
         return {name: total if summed else total / weight for name, total, weight, summed in rows if summed or weight}
 

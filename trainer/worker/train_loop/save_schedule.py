@@ -1,4 +1,4 @@
-"""Save schedule and stop requests, agreed by all ranks."""
+"""Save schedule and stop requests, on which all ranks agree."""
 
 import time
 from collections import deque

@@ -63,7 +63,7 @@ def steps_on_plateau(scheduler: object) -> TypeGuard[torch.optim.lr_scheduler.Re
 
 
 class Validation:
-    """Validation by the workload's `validate`, or else on held-out data. The result is the same on every rank."""
+    """Validation with the workload's `validate` or on held-out data. The result is the same on every rank."""
 
     def __init__(self, objects: TrainObjects, config: ValidationConfig, *, last: int) -> None:
         """Validate every `config.every` steps (0: never) and after step `last`. Raises WorkloadError."""

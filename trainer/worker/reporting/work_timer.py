@@ -17,7 +17,7 @@ class DeviceClock(Protocol):
     """Clock that marks points in a device's work."""
 
     def mark(self) -> Any:
-        """Return a mark of this point."""
+        """Return a mark for this point."""
 
     def seconds(self, first: Any, last: Any) -> float:
         """Return the seconds between two marks. May wait for the device to reach them."""

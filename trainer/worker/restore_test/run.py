@@ -113,7 +113,7 @@ class RestoreTestRun:
         self._software: dict[str, Any] = {}
 
     def record_other_software(self, step: int, changes: dict[str, Any], ranks: dict[str, int]) -> None:
-        """Store how the checkpoint's software differs from the current software of any rank. Equal on all ranks."""
+        """Store how the checkpoint's software differs from any rank's current software. All ranks store the same."""
         self._software = changes
 
     def run(self, state: TrainState, train: Callable[[int], ExitCode]) -> ExitCode:

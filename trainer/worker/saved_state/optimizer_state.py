@@ -321,7 +321,7 @@ class OptimizerState:
         made = zeros(wanted, (live.get(key), parameter), device) if wanted is not None else None
         if made is None:
             kind = type(self._optimizer).__name__
-            raise WorkloadError(f"the checkpoint has {key} {wanted or ''}, which {kind} as built now does not have")
+            raise WorkloadError(f"the checkpoint has {key} {wanted or ''}, which {kind} does not have now")
         return made
 
     def restore(self, facts: Mapping[str, Any] | None, absent: Collection[str]) -> list[str]:

@@ -349,7 +349,7 @@ def test_state_of_the_checkpoint_that_nothing_here_is_sharded_like_is_refused() 
     state = OptimizerState(net, optim.AdamW(net.parameters()))
     state.prime()
     late = {"optimizer/weight/odd": ["float32", [2, 2], "cpu", True]}
-    with pytest.raises(WorkloadError, match=r"has optimizer/weight/odd .*, which AdamW as built now does not have"):
+    with pytest.raises(WorkloadError, match=r"has optimizer/weight/odd .*, which AdamW does not have now"):
         state.targets({"holders": {"without": []}, "late": late})
 
 

@@ -112,7 +112,7 @@ FEWER, NEVER, SPARES_ALONE = (ClusterShape(nodes=4, min_nodes=least) for least i
 
 
 def test_a_run_that_may_have_fewer_nodes_is_refused_data_that_cannot_go_on_there() -> None:
-    said = r"cluster\.min_nodes=2: fewer nodes could not continue from the state of Shuffled, .* ~cluster\.min_nodes"
+    said = r"cluster\.min_nodes=2: with fewer nodes, training .* the state of Shuffled, .* ~cluster\.min_nodes"
     with pytest.raises(WorkloadError, match=said):
         require_resharding(with_position(Shuffled(0, 2)), FEWER)
     for data, cluster in (

@@ -27,8 +27,8 @@ def scalar_loss(workload: object, loss: Any) -> torch.Tensor:
     else:
         found = f"a tensor of shape {list(loss.shape)}" if loss.dim() else "a tensor without a gradient"
     raise WorkloadError(
-        f"{type(workload).__name__}.loss() returned {found}: it must return the micro-batch's mean loss as a scalar "
-        "tensor with a gradient"
+        f"{type(workload).__name__}.loss() returned {found}: it must return the mean loss of the micro-batch as a "
+        "scalar tensor with a gradient"
     )
 
 

@@ -9,7 +9,7 @@ from trainer.protocol.rank_progress.progress import outlive_step_signals
 def main() -> int:
     """Train as the rank described in the environment and return its exit code."""
     outlive_step_signals()
-    from trainer.worker.main import rank_main  # importing torch takes seconds, in which a signal may arrive
+    from trainer.worker.main import rank_main  # importing torch takes seconds, during which a signal may arrive
 
     return rank_main(RankSpec.from_json(os.environ[SPEC_VARIABLE]))
 

@@ -55,12 +55,12 @@ def shorten(text: str, most: int) -> str:
 
 
 def report_end(spec: RankSpec, control: socket.socket, last: RankEnd) -> None:
-    """Send the outcome to the agent and write it to disk. Failures of either do not affect the exit."""
+    """Send the outcome to the agent and write it to disk. If either fails, the rank exits as usual."""
     try:
         message = None if last.message is None else legible(last.message)[: 2 * _MAX_MESSAGE]
         send_message(control, replace(last, message=message, traceback=None))
     except OSError as error:
-        write_stderr(f"orch: could not report the end of this rank to its agent: {error}")
+        write_stderr(f"orch: could not report this rank's exit to its agent: {error}")
     try:
         append_outcome(RunDir(Path(spec.run_dir)).attempt(spec.attempt), last)
     except OSError as error:  # the disk may be the cause; the agent has the outcome

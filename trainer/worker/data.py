@@ -1,4 +1,4 @@
-"""Batches from token shards in an order that depends only on the seed, and detection of DataLoaders' random draws."""
+"""Batches from token shards in an order that depends only on the seed, and detection of random draws by DataLoaders."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ _MASK = (1 << 64) - 1
 class Data(Protocol):
     """A rank's data. A checkpoint stores its position.
 
-    Data with a `fingerprint` (a string) can only be continued with data of the same fingerprint. If data has
-    `tokens_per_step` (a sum over all ranks), tokens per second are recorded.
+    If the data has a `fingerprint` (a string), training can only continue with data that has the same fingerprint. If
+    it has `tokens_per_step` (a sum over all ranks), tokens per second are recorded.
     """
 
     consumed: int
@@ -28,7 +28,7 @@ class Data(Protocol):
         """Return this rank's micro-batches for the next optimizer step, on its device, and advance the position."""
 
     def seek(self, consumed: int) -> None:
-        """Go to the position from a checkpoint, the number of sequences consumed by all ranks together."""
+        """Go to the position saved in a checkpoint: the number of sequences that all ranks have consumed together."""
 
 
 class StatefulData(Protocol):
@@ -38,7 +38,7 @@ class StatefulData(Protocol):
         """Return the next micro-batches like `Data.take`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank: numbers, strings, tensors, and lists, tuples and dicts of them."""
+        """Return this rank's state: numbers, strings, tensors, and lists, tuples and dicts of them."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state returned by `state_dict`.
@@ -191,7 +191,7 @@ class TokenData:
             )
 
     def changed_shards(self, reader: int = 0, readers: int = 1) -> list[str]:
-        """Return this reader's share of files whose bytes differ from the index. Raises OSError."""
+        """Return the files in this reader's share whose bytes differ from the index. Raises OSError."""
         return self._stream.index.changed_shards(self._stream.folder, reader, readers)
 
     def number(self, position: int) -> int:
@@ -209,7 +209,7 @@ class TokenData:
         return self._micro_batches(numbers)
 
     def held_out(self) -> Iterator[list[torch.Tensor]]:
-        """Yield this rank's micro-batches of each held-out batch, always in the same order."""
+        """Yield this rank's micro-batches from each held-out batch, always in the same order."""
         for batch in range(self._held_out):
             yield self._micro_batches(self._share(self.sequences + batch * self._batch_size))
 
@@ -229,8 +229,8 @@ _MOST_DRAWS = 4
 """Maximum draws per step: a DataLoader draws one number, and another if it shuffles."""
 REASON = (
     "the first take() after the restart opened a DataLoader, which drew from torch's global generator, as the loss "
-    "does. Unless the uninterrupted run also opened it in this step, its dropout and the like differ: open it in "
-    "load_state_dict() or seek(), or give it its own generator"
+    "does. Unless the uninterrupted run also opened one in this step, dropout and other random draws differ from that "
+    "run: open the DataLoader in load_state_dict() or seek(), or give it its own generator"
 )
 
 Batches = TypeVar("Batches")
@@ -260,7 +260,7 @@ class LoaderDraws:
         return batches
 
     def reason(self) -> str:
-        """Return why the random numbers may differ; empty if they do not. Call this once after the passes of a step."""
+        """Return why the random numbers may differ, or "" if they do not. Call this once after the step's passes."""
         if self._left:
             self._is_shifted = self._taken is not None and not torch.equal(self._taken, torch.get_rng_state())
             return ""
@@ -269,7 +269,7 @@ class LoaderDraws:
 
 
 def _is_drawn_by_loaders(before: torch.Tensor, after: torch.Tensor) -> bool:
-    """Return whether the two states differ only by a few draws such as those of `iter(DataLoader)`."""
+    """Return whether the two states differ only by a few draws, such as those of `iter(DataLoader)`."""
     if torch.equal(before, after):
         return False
     generator = torch.Generator()

@@ -1,4 +1,4 @@
-"""Process of a rank: from RankSpec to exit code and outcome file."""
+"""A rank's process, from its RankSpec to its exit code and outcome file."""
 
 import os
 import socket
@@ -46,9 +46,9 @@ from trainer.worker.startup import node_benchmark, rendezvous
 from trainer.worker.startup.preimport import protect_data_loader_workers
 
 _EXIT_MARGIN = 5.0
-"""Seconds reserved before the agent's deadline, for waiting for peers, writing the outcome, and the exit."""
+"""Seconds reserved before the agent's deadline to wait for peers, write the outcome and exit."""
 _UNLIMITED, _PEERS_STOPPED = 1800.0, 20.0
-"""Seconds allowed without a deadline, and after a stop request that reached only other ranks."""
+"""Seconds allowed if there is no deadline, or if a stop request has reached only other ranks."""
 
 
 def seconds_left(
@@ -73,10 +73,10 @@ def rank_main(spec: RankSpec) -> int:
     started, modules, process = time.monotonic(), frozenset(sys.modules), os.getpid()
     setproctitle.setproctitle(f"orch-rank-{spec.rank}")
     protect_data_loader_workers()
-    in_use()  # before a program may delete the variables from its environment
+    in_use()  # before the program can delete the variables from its environment
     cell, control = ProgressCell(spec.cell_fd), socket.socket(fileno=spec.control_fd)
     control.settimeout(None)  # the user's module may have called `socket.setdefaulttimeout`
-    control.set_inheritable(False)  # inheritable in a cold-started rank, but must close with the rank
+    control.set_inheritable(False)  # inheritable in a cold-started rank, but it must close when the rank exits
     ticker = ProgressTicker(cell)
     ticker.start()
     try:
@@ -91,7 +91,7 @@ def rank_main(spec: RankSpec) -> int:
 
 
 def _end_forked_process(error: BaseException) -> NoReturn:
-    """Exit a process forked by the workload, with the exit code of a Python program. The rank itself continues."""
+    """Exit a process that the workload forked, with the exit code of a Python program. The rank itself continues."""
     if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
         code = error.code or 0
     else:
@@ -111,7 +111,7 @@ def _train(
     cell.update(phase=Phase.INIT, generation=spec.generation, total_steps=config.train.steps)
     os.environ.update({**spec.torchrun_variables(), **config.env, **spec.env})
     rendezvous.be_deterministic(rendezvous.threads_per_rank(config.cluster))
-    seed_generators(config.train.seed)  # the same on all ranks, so that models built on the CPU are equal everywhere
+    seed_generators(config.train.seed)  # the same on all ranks, so that models built on the CPU are too
     made = workload.build(config)
     if getattr(made, "strictly_deterministic", False):
         rendezvous.be_strict()
@@ -146,7 +146,7 @@ def _build(made: workload.Workload, config: JobConfig, layout: mesh.Layout) -> T
 def _model(
     made: workload.Workload, config: JobConfig, layout: mesh.Layout
 ) -> tuple[nn.Module, Callable[[], None] | None]:
-    """Return this rank's model, and for the built-in model, a function that sets its initial weights."""
+    """Return this rank's model and, for the built-in model, a function that sets its initial weights."""
     if not config.trains_built_in_workload:
         own = made.parallelize(made.build_model(), layout)
         if not any(module.training for module in own.modules()):  # `from_pretrained` returns models in eval mode
@@ -157,12 +157,12 @@ def _model(
 
 
 def _restore_and_train(session: RankSession) -> ExitCode:
-    """Restore the newest checkpoint, if any, and continue training; or execute a restore-test order."""
+    """Restore the newest checkpoint, if any, and continue training, or carry out a restore-test order."""
     order = read_order(session.run_dir)
     if order is not None:
         from trainer.worker.restore_test.run import run_restore_test  # needed only here
 
-        with suppress(FileNotFoundError):  # the reader of the folder reports that it is missing
+        with suppress(FileNotFoundError):  # whatever reads the folder reports that it is missing
             order = replace(order, run_dir=str(pin_path(Path(order.run_dir))))
         return run_restore_test(order, session)
     journal = Journal(session.attempt, session.spec, session.on_saves)
@@ -200,7 +200,7 @@ def _checkpointer(
     tiers = resolve_tiers(
         config.checkpoint, run_dir.checkpoints, run_dir.name, spec.node_name, known_as=run_dir.own_path
     )
-    if not inherit and (same := one_folder(tiers)):  # nodes' own disks are visible only to the nodes
+    if not inherit and (same := one_folder(tiers)):  # a node's own disk is visible only to that node
         raise ValueError(f"checkpoint.tiers: two tiers use the same folder: {same[0]} and {same[1]}; remove one")
     return Checkpointer(
         Owner(token.attempt, token.nonce, inherit, lambda: holds(go, token), token.over),

@@ -17,7 +17,7 @@ from trainer.protocol.config import OptimizerConfig
 
 
 class HostAdamW(torch.optim.AdamW):
-    """AdamW with its state and its step in host memory; parameters and gradients stay on their device.
+    """AdamW whose state and step are in host memory; parameters and gradients stay on their device.
 
     Each step copies gradients and parameters to the host and the new parameters back: 12 bytes per parameter.
     """
@@ -30,7 +30,7 @@ class HostAdamW(torch.optim.AdamW):
                 self._step_group(group)
 
     def _step_group(self, group: dict[str, Any]) -> None:
-        """Step a few parameters at a time, so that only their copies need memory in addition to the state."""
+        """Step a few parameters at a time, so that only their copies need memory beyond the state."""
         some: list[torch.Tensor] = []
         for parameter in group["params"]:
             if parameter.grad is not None:
@@ -61,7 +61,7 @@ class HostAdamW(torch.optim.AdamW):
             own_part(parameter).copy_(weight, non_blocking=True)
 
     def _ensure_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the state of a parameter, created at its first step. A shard's state is a shard."""
+        """Return a parameter's state, creating it if it has none. A sharded parameter's state is sharded too."""
         state: dict[str, torch.Tensor] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
@@ -111,10 +111,10 @@ def adamw(model: nn.Module, optimizer: OptimizerConfig, *, on_host: bool = False
 
 
 class OwnPartsAdamW(torch.optim.AdamW):
-    """AdamW on local shards. It avoids DTensor's sharding rules, which delay a first step by 0.1 s."""
+    """AdamW on local shards. It avoids DTensor's sharding rules, which delay the first step by 0.1 s."""
 
     def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
-        """Fill the lists with local parts of parameters, gradients and states. The tensors in `state` stay sharded."""
+        """Fill the lists with local parts of the parameters, gradients and states. Tensors in `state` stay sharded."""
         has_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
         for tensors in lists:
             tensors[:] = [own_part(tensor) for tensor in tensors]
@@ -149,7 +149,7 @@ def find_optimizers(values: Iterable[Any]) -> Iterator[torch.optim.Optimizer]:
 def clear_gradients(
     optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], owners: Iterable[object]
 ) -> None:
-    """Clear all gradients after a step, except those of optimizers that `owners` have as attributes."""
+    """Clear all gradients after a step, except those of optimizers that `owners` hold as attributes."""
     optimizer.zero_grad(set_to_none=True)
     left = [parameter for parameter in parameters if parameter.grad is not None]
     if left:
@@ -162,7 +162,7 @@ def clear_gradients(
 
 
 def prime(optimizer: torch.optim.Optimizer) -> None:
-    """Create every state tensor by a step with zero gradients at rate 0. The weights do not change.
+    """Create every state tensor by taking a step with zero gradients and a rate of 0. The weights do not change.
 
     Hooks are not called. The caller must overwrite or drop the state, because it counts this step.
     """
@@ -180,7 +180,7 @@ def prime(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def _preserve_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Restore the weights afterwards: at rate 0 a fixed decay still changes them, and 0 / 0 gives NaN."""
+    """Restore the weights afterwards, because even at rate 0, a fixed decay changes them and 0 / 0 gives NaN."""
     parameters = [own_part(parameter.detach()) for group in optimizer.param_groups for parameter in group["params"]]
     before = [parameter.clone() for parameter in parameters]
     try:

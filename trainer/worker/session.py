@@ -39,7 +39,7 @@ OnSoftware = Callable[[int, dict[str, Any], dict[str, int]], None]
 
 @dataclass(frozen=True, kw_only=True)
 class RankSession:
-    """Session of a rank in a generation. `key` authenticates the ranks to each other; `started` is monotonic time."""
+    """Session of a rank in a generation. `key` authenticates the ranks to each other; `started` is a monotonic time."""
 
     spec: RankSpec
     config: JobConfig
@@ -59,7 +59,7 @@ class RankSession:
         """Return the GO of this attempt. Raises WorkloadError if its config has been edited."""
         token, file = LaunchToken.read(self.attempt.go), self.run_dir.attempt_config(self.spec.attempt)
         if token.config_digest not in ("", config_digest(file)):
-            raise WorkloadError(f"{file} was edited while its job runs")
+            raise WorkloadError(f"{file} was edited while its job was running")
         return token
 
 

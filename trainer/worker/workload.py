@@ -37,7 +37,10 @@ Number = float | int | torch.Tensor
 
 @dataclass(frozen=True)
 class Mean:
-    """Mean over the data-parallel ranks, weighted by, for example, the number of samples. A number is a Mean too."""
+    """Mean over the data-parallel ranks, weighted by, for example, the number of samples.
+
+    A plain number counts as a Mean.
+    """
 
     value: Number
     weight: Number = 1.0
@@ -58,7 +61,7 @@ class Rank0:
 
 
 Metric = Number | Mean | Sum | Rank0 | None
-"""None: no value this time."""
+"""None means no value this time."""
 
 
 class WorkloadError(Exception):
@@ -104,9 +107,9 @@ class BaseWorkload:
     """
 
     strictly_deterministic = False
-    """True: an operation without a deterministic kernel raises.
+    """Whether an operation without a deterministic kernel raises.
 
-    False: it warns, and fused attention on GPUs may differ in the last bits between two runs.
+    If it does not, it warns, and fused attention on GPUs may differ in the last bits between two runs.
     """
 
     flops_per_step: float | None = None
@@ -214,7 +217,7 @@ def hook(workload: object, name: str) -> Callable[..., Any] | None:
 
 
 def missing_parallelize(kind: type[Any], config: JobConfig) -> str:
-    """Return why a class with BaseWorkload's `parallelize` cannot use this layout; empty if it can."""
+    """Return why a class with BaseWorkload's `parallelize` cannot use this layout, or "" if it can."""
     if getattr(kind, "parallelize", None) is not BaseWorkload.parallelize:
         return ""
     for dimension in DIMENSIONS:
@@ -230,7 +233,7 @@ def _refuse_batch_norm(model: nn.Module, layout: Layout, config: JobConfig) -> N
     found = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
     if found and layout.device.type == "cpu" and config.train.dtype != "float32":
         raise WorkloadError(
-            f"train.dtype={config.train.dtype}: torch has no BatchNorm in this dtype on CPUs: type train.dtype=float32"
+            f"train.dtype={config.train.dtype}: torch has no BatchNorm in this dtype on CPUs: set train.dtype=float32"
         )
 
 
@@ -241,7 +244,7 @@ def build_optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimiz
     if isinstance(config, JobConfig) and offloads_optimizer(config) and not isinstance(made, HostAdamW):
         raise WorkloadError(
             f"parallel.fsdp.offload=optimizer, but {type(workload).__name__} builds a {type(made).__name__} of its "
-            "own, and only the built-in AdamW can run in host memory: type parallel.fsdp.offload=all"
+            "own, and only the built-in AdamW can run in host memory: set parallel.fsdp.offload=all"
         )
     return made
 

@@ -131,7 +131,7 @@ def test_a_finished_run_only_says_so_names_other_software_and_goes_on_with_no_ot
         assert run.train()["codes"] == [ExitCode.NEVER_RETRY]
         outcome = run.outcome(0, run.generations)
         assert outcome.exception == "WorkloadError"
-        assert "but the checkpoint was made with" in (outcome.message or "")
+        assert "but the checkpoint was saved with" in (outcome.message or "")
 
 
 @pytest.mark.parametrize(

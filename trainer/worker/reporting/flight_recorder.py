@@ -1,4 +1,4 @@
-"""The flight recorder of a rank's collectives, its server, and stacks on a signal."""
+"""The flight recorder for a rank's collectives, its server, and stack dumps on a signal."""
 
 import faulthandler
 import json
@@ -23,10 +23,10 @@ from trainer.worker.startup.rendezvous import PeerLost
 
 _DEFAULTS = {
     "TORCH_FR_BUFFER_SIZE": "2000",
-    # torch's stack for each collective costs time, needs the GIL to be shown, and is not used here.
+    # A stack for each collective takes time to record and needs the GIL to be shown, and nothing here reads it.
     "TORCH_INCLUDE_STACK_TRACE": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",  # if NCCL's watchdog acts first, it dumps a record before it kills the rank
-    "TORCH_NCCL_ENABLE_TIMING": "1",  # otherwise a record does not distinguish started from queued collectives
+    "TORCH_NCCL_ENABLE_TIMING": "1",  # otherwise a record does not tell started collectives from queued ones
 }
 _MAX_ENTRIES = 500
 """Maximum number of entries kept from a failed rank's record (about 200 KiB)."""
@@ -34,7 +34,7 @@ _MAX_ENTRIES = 500
 
 @contextmanager
 def recording(spec: RankSpec) -> Iterator[None]:
-    """Record collectives. Enter before torch creates the first process group, because it then reads the environment."""
+    """Record collectives. Enter this before torch creates the first process group and reads the environment."""
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     # NCCL's watchdog writes its output next to ours, not into a folder that is deleted when the job ends.
@@ -66,10 +66,10 @@ def write_groups(spec: RankSpec) -> None:
 
 
 def is_secondary_failure(error: BaseException) -> bool:
-    """Return whether `error` only reports a dead peer. The cause is then elsewhere."""
+    """Return whether `error` only reports a dead peer. If so, the cause is elsewhere."""
     if isinstance(error, PeerLost):
         return True
-    # Only errors from torch's collectives count. A user's ConnectionResetError is a cause.
+    # Only errors from torch's collectives count. A ConnectionResetError in the user's code is a cause.
     if not isinstance(error, dist.DistError) and type(error) is not RuntimeError:
         return False
     return has_meaning(str(error), Meaning.PEER_GONE)
@@ -88,7 +88,7 @@ def dump(spec: RankSpec, error: BaseException) -> None:
             "failed": is_secondary_failure(error),
             "groups": _groups(),
         }
-        if dump_nccl := getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None):  # only in builds for GPUs
+        if dump_nccl := getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None):  # only in GPU builds
             record["device"] = _newest(dump_nccl())
         file = LineFile(path)
         try:

@@ -34,7 +34,7 @@ Gather = Callable[[Sequence[float]], list[list[float]]]
 
 
 class RankComparison:
-    """Comparison of figures, averaged over EVERY steps, among all ranks. Collective."""
+    """Comparison of figures between all ranks, averaged over EVERY steps. Collective."""
 
     def __init__(self, gather: Gather | None = None) -> None:
         """`gather` returns the rows of all ranks in order. The default uses torch's default group."""
@@ -45,7 +45,8 @@ class RankComparison:
     def add(self, step: int, seconds: Mapping[str, float], memory: Mapping[str, int]) -> dict[str, Any]:
         """Add a step and return the comparison, which is empty except at every EVERYth step of the run.
 
-        `seconds` are averaged, `memory` are peaks in bytes. All ranks add the same steps with the same names.
+        `seconds` holds times to average, and `memory` holds peaks in bytes. All ranks must add the same steps with the
+        same names.
         """
         for name, value in seconds.items():
             self._sums[name] = self._sums.get(name, 0.0) + value
@@ -95,7 +96,7 @@ def expert_loads(step: int, loads: Sequence[float], layers: int) -> dict[str, An
 
 
 def held_states(model: nn.Module, optimizer: torch.optim.Optimizer, parallel: ParallelConfig) -> dict[str, Any]:
-    """Return this rank's bytes of parameters, gradients and optimizer state. Call this after a step.
+    """Return the sizes in bytes of this rank's parameters, gradients and optimizer state. Call this after a step.
 
     `on_host` lists the kinds that `parallel.fsdp.offload` keeps in host memory.
     """
@@ -117,7 +118,7 @@ _NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
 class StepFigures:
-    """Builder of the cost figures in a line of steps.jsonl."""
+    """Builds the cost figures for a line of steps.jsonl."""
 
     def __init__(
         self,
@@ -145,10 +146,11 @@ class StepFigures:
     ) -> dict[str, Any]:  # fmt: skip
         """Return the figures of a step that took `seconds`, including `stall` seconds for saves.
 
-        `sections` has this rank's own work in each section. `exposed` has the seconds of communication in the previous
-        step that no work hid: `reductions`, and in a pipeline `receives` and `sends` between stages. `bubble` is the
-        share of `receives` in that step. The rest of this step is `waiting` for communication and for the host. All
-        ranks must call this for the same steps, because some steps compare the ranks.
+        `sections` holds the seconds of this rank's own work in each section. `exposed` holds the seconds of
+        communication in the previous step that did not overlap with work: `reductions` and, in a pipeline, `receives`
+        and `sends` between stages. `bubble` is the share of `receives` in that step. The rest of this step is `waiting`
+        for communication and for the host. All ranks must call this for the same steps, because some steps compare the
+        ranks.
         """
         work = {name: round(value, 6) for name, value in sections.items()}
         waiting, memory = max(0.0, seconds - stall - sum(sections.values())), self._memory()
@@ -160,7 +162,7 @@ class StepFigures:
             figures["bubble"] = compared["bubble"] = round(exposed["receives"] / before, 4) if before > 0 else 0.0
         if ranks := self._comparison.add(step, compared, memory):
             figures["ranks"] = ranks
-        # Not in every line, because it is the same for all steps of a generation.
+        # Not in every line, because this is the same for all steps of a generation.
         if self._bytes and (self._bytes_due or ranks):
             figures["bytes"], self._bytes_due = self._bytes, False
         return figures
@@ -183,7 +185,7 @@ class StepFigures:
 
 
 def section_seconds(nanoseconds: Sequence[int]) -> dict[str, float]:
-    """Return seconds by section name."""
+    """Return the seconds in each section, keyed by name."""
     return {phase.name.lower(): value * 1e-9 for phase, value in zip(SECTIONS, nanoseconds, strict=True)}
 
 
@@ -192,9 +194,9 @@ def _peak(device: torch.device, dtype: str) -> float | None:
 
 
 BATCH_SECONDS = 1.0
-"""Lines that arrive within this many seconds after a write are written together."""
+"""Lines that arrive within this many seconds of a write are written together."""
 MOST_CHARACTERS = 16 << 20
-"""Maximum characters queued for a hanging file. Further lines are lost."""
+"""Maximum characters queued while the file hangs. Further lines are lost."""
 
 
 class LinesBehind:
@@ -211,7 +213,7 @@ class LinesBehind:
         self._lines: list[str] = []
         self._characters = 0
         self._writing = self._hurry = self._closed = self._full = False
-        self._gathers = False  # while gathering, lines need not wake the thread
+        self._gathers = False  # while it gathers lines, new ones need not wake the thread
         self._news = threading.Condition()
         threading.Thread(target=self._run, name="orch-lines", daemon=True).start()
 
@@ -229,7 +231,7 @@ class LinesBehind:
             self._lost("too many lines are queued for a hanging file; further lines are lost until it responds")
 
     def flush(self, seconds: float) -> bool:
-        """Write all appended lines now, wait at most `seconds`, and return whether all are written."""
+        """Write all appended lines now, waiting at most `seconds`. Return whether all were written."""
         with self._news:
             self._hurry = True
             self._news.notify_all()
@@ -238,7 +240,7 @@ class LinesBehind:
     def close(self, seconds: float = 5.0) -> None:
         """Flush, and let the thread close the file after it has written the remaining lines."""
         if not self.flush(seconds):
-            self._lost("its file still hangs at the end")
+            self._lost("the file was still hanging when the rank ended")
         with self._news:
             self._closed = True
             self._news.notify_all()
@@ -271,7 +273,7 @@ class LinesBehind:
 
 
 class BestEffortLines:
-    """Writer of JSON lines. It reports lost lines on stderr, because a full disk must not kill a training rank."""
+    """Writes JSON lines and reports lost ones on stderr, because a full disk must not kill a training rank."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, LineFile(path)
@@ -288,7 +290,7 @@ class BestEffortLines:
 
 WORK_LOG = "ORCH_WORK_LOG"
 """Environment variable that makes every rank write a line for every step immediately. It is for tests and for checking
-a run; with many ranks it overloads a shared file system."""
+a run. With many ranks, it overloads a shared file system."""
 SETTLE_SECONDS = 1.0
 """Maximum seconds that a save waits for the lines of earlier steps."""
 
@@ -298,12 +300,12 @@ def _report_lost_steps(why: str) -> None:
 
 
 class Journal:
-    """Records of one rank in its attempt's folder. The checkpointer's thread may call it too."""
+    """One rank's records in its attempt's folder. The checkpointer's thread may also call the methods."""
 
     def __init__(
         self, attempt: AttemptDir, spec: RankSpec, on_saves: Callable[[str, int], None] = lambda trouble, size: None
     ) -> None:
-        """`on_saves` receives the reason and bytes when saves fail, and an empty reason when they work again."""
+        """`on_saves` receives the reason and size when saves fail, and an empty reason when they work again."""
         self._spec, self._on_saves, self._trouble = spec, on_saves, SaveTrouble()
         self._work = BestEffortLines(attempt.work_log(spec.node_name)) if os.environ.get(WORK_LOG) else None
         self._steps = LinesBehind(lambda: LineFile(attempt.metrics), _report_lost_steps) if spec.rank == 0 else None
@@ -313,7 +315,7 @@ class Journal:
         self._events = EventLog(attempt.rank_events(spec.node_name), f"rank-{spec.rank:05d}", spec.attempt)
         self._events.generation = spec.generation
         self._stalls: dict[int, float] = {}
-        self._stalls_lock = threading.Lock()  # training adds while the saver's thread removes
+        self._stalls_lock = threading.Lock()  # training adds entries while the saver's thread removes them
 
     def _stamp(self) -> dict[str, Any]:
         return {"time": time.time(), "attempt": self._spec.attempt, "generation": self._spec.generation}
@@ -327,7 +329,7 @@ class Journal:
 
     def checkpoint(self, kind: str, data: dict[str, Any]) -> None:
         """Write a checkpointer event. If this raises OSError, the checkpointer repeats the event."""
-        if self._trouble.note(kind, data):  # first: a disk that is full for checkpoints may be full for events
+        if self._trouble.note(kind, data):  # comes first, because a disk too full for checkpoints may reject events
             self._on_saves(self._trouble.text, self._trouble.size)
         if kind == EventKind.CHECKPOINT_COMMITTED:
             with self._stalls_lock:
@@ -357,7 +359,10 @@ class Journal:
             self._steps.append(dump_line({**self._stamp(), "world": self._spec.world_size, "step": step, **values}))
 
     def settle(self) -> None:
-        """Write all lines so far, so that a restart repeats none. Wait at most SETTLE_SECONDS, or not if it hangs."""
+        """Write all lines so far, so that a restart repeats none.
+
+        Wait at most SETTLE_SECONDS, or not at all if the previous call timed out.
+        """
         if self._steps is not None:
             self._settles = self._steps.flush(SETTLE_SECONDS if self._settles else 0.0)
 

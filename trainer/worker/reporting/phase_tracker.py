@@ -1,4 +1,4 @@
-"""Progress of a rank: phases in its progress cell, ticks, and lines in rank 0's log."""
+"""A rank's progress: phases in its progress cell, ticks, and lines in rank 0's log."""
 
 import threading
 import time
@@ -50,14 +50,14 @@ class ProgressTicker:
 
 
 class ProgressLog:
-    """Periodic progress lines. Every restart logs its step, because the log file continues."""
+    """Periodic progress lines. Every restart logs its step, because it continues the same log file."""
 
     def __init__(
         self, every: int | str, total: int, tokens_per_step: float | None = None, *,
         write: Callable[[str], None] = write_stderr, clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
-        """`every` is the interval between lines, in steps or as a duration; 0: no lines. `total` is the run's steps."""
+        """`every` is the steps or the duration between lines, or 0 for none. `total` is the run's number of steps."""
         self._tokens_per_step = tokens_per_step
         self._steps = every if isinstance(every, int) else 0
         self._seconds = parse_span(every) if isinstance(every, str) else None
@@ -70,7 +70,7 @@ class ProgressLog:
         return bool(self._steps or self._seconds)
 
     def begin(self, step: int) -> None:
-        """Start or resume training after this step."""
+        """Note that training starts or resumes after this step."""
         self._step = step
         if step:
             self._write_line(f"resumed from step {step}: later steps logged above are trained again")
@@ -117,13 +117,13 @@ _SECTION = {phase: index for index, phase in enumerate(SECTIONS)} | {Phase.COMPI
 
 
 class PhaseTracker:
-    """Tracker of one generation's phases from its first step on. It costs a few microseconds per step."""
+    """Tracks one generation's phases from its first step on. This takes a few microseconds per step."""
 
     def __init__(
         self, cell: ProgressCell, stopwatch: Stopwatch, *, compiles: bool = False,
         waits: WaitMeter | None = None,
     ) -> None:  # fmt: skip
-        """`compiles` means that the first forward pass compiles the model. `waits` defaults to the host's clock."""
+        """If `compiles`, the first forward pass compiles the model. By default, `waits` uses the host's clock."""
         self._cell, self._stopwatch, self._compiles = cell, stopwatch, compiles
         self._messages = 0
         self._moment: StageActivity | None = None
@@ -133,9 +133,9 @@ class PhaseTracker:
         self._before = [0] * len(SECTIONS)
         self._last_total = [0] * len(SECTIONS)
         self.last_step = [0] * len(SECTIONS)
-        """Nanoseconds of own work in each of SECTIONS in the newest step; on a GPU, as far as it has been measured."""
+        """Nanoseconds of own work per section in the newest step. On a GPU, only what has been measured so far."""
         self.reductions = 0.0
-        """Seconds that this rank waited in collectives of the step before the newest one."""
+        """Seconds that this rank waited in collectives during the step before the newest."""
         self._waits = waits or WaitMeter(HostClock())
         self._first = True
 
@@ -182,7 +182,7 @@ class PhaseTracker:
         return begin
 
     def wait_end_callback(self) -> Callable[[], None] | None:
-        """Return a callback for the end of a message or wait, or None. The next activity starts its own moment."""
+        """Return a callback for the end of a message or wait, or None. The next activity sets its own moment."""
         if not self._stopwatch.counts_waits:
             return None
         return lambda: self._stopwatch.switch_to(self._section)
@@ -208,7 +208,7 @@ class PhaseTracker:
 
     @contextmanager
     def show_ring_wait(self, source: int) -> Iterator[None]:
-        """Show that this rank waits for a message from world rank `source`. Restore its old moment at exit."""
+        """Show that this rank waits for a message from world rank `source`. Restore its previous moment on exit."""
         self._cell.begin_moment(StageActivity(Activity.WAIT_IN_RING, source, -1))
         yield
         self._cell.begin_moment(self._moment)
@@ -218,7 +218,7 @@ class PhaseTracker:
         self._stopwatch.switch_to(None)
 
     def begin_wait(self) -> None:
-        """Pause for collectives that no work hides. The pause ends with `resume` or with the next phase."""
+        """Pause for collectives that do not overlap with work. The pause ends with `resume` or the next phase."""
         self.pause()
         self._waits.begin()
 
@@ -247,7 +247,7 @@ class PhaseTracker:
                 self.resume()
 
     def step_ended(self, step: int) -> None:
-        """Record own work up to the end of `step`, excluding the first step, which allocates and compiles."""
+        """Record this rank's work up to the end of `step`, except in the first step, which allocates and compiles."""
         self._section = None
         self._stopwatch.switch_to(None)
         self.reductions = self._waits.step_ended()
@@ -268,7 +268,7 @@ def _counters() -> list[Callable[[], int]]:
     for group in groups:
         try:
             group._get_sequence_number_for_group()
-        except RuntimeError:  # backends without a counter
+        except RuntimeError:  # some backends have no counter
             continue
         found.append(group._get_sequence_number_for_group)
     return found

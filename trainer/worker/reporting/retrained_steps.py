@@ -1,4 +1,4 @@
-"""Comparison of steps that a restart trains again with their earlier records."""
+"""Comparison of the steps that a restart trains again with the earlier records of these steps."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -17,22 +17,22 @@ MAX_ATTEMPTS = 20
 """Maximum number of attempts whose steps are read."""
 
 _NUMERIC = ("model", "train", "optimizer", "data", "parallel", "workload", "env", "validation")
-"""Configuration sections that affect a step's numbers. Ranks and software, with its threads, are compared by line."""
+"""Configuration sections that affect a step's numbers. World size and software are compared line by line."""
 
 _EQUAL = ("position", "software")
 """Values that must be equal in two lines for their numbers to be comparable."""
 
 Recorded = Mapping[int, Sequence[Mapping[str, Any]]]
-"""Lines of steps.jsonl by step. A step may have been trained more than once."""
+"""Lines of steps.jsonl, keyed by step. A step may have been trained more than once."""
 
 
 class RetrainedSteps:
-    """Comparison of steps after a restart with those before it. It reports the first difference."""
+    """Compares the steps after a restart with those before it, and reports the first difference."""
 
     def __init__(
         self, recorded: Recorded, world: int, explains: Callable[[int], bool], report: Callable[[int, str], object]
     ) -> None:
-        """`explains(attempt)` returns whether the code has changed since then. `report` receives step and reason."""
+        """`explains(attempt)` returns whether the code has changed since then. `report` takes the step and a reason."""
         self._recorded, self._world, self._explains, self._report = recorded, world, explains, report
 
     def step_ended(self, step: int, values: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Bytes in the collectives of one step by mesh dimension, read once from the flight recorder."""
+"""Bytes sent in one step's collectives per mesh dimension, read once from the flight recorder."""
 
 import json
 from collections import Counter
@@ -21,19 +21,19 @@ _SIZES = {
     "Double": 8, "Long": 8, "Float": 4, "Int": 4, "BFloat16": 2, "Half": 2, "Short": 2, "Byte": 1, "Char": 1, "Bool": 1,
 }  # fmt: skip
 _UNREADABLE = (KeyError, IndexError, TypeError, ValueError, RuntimeError)
-"""Errors from records of other torch versions. They must not end training."""
+"""Errors caused by the record formats of other torch versions. They must not end training."""
 _MEASURED_STEP = 2
-"""Number within the generation. The first step includes set-up that later steps do not repeat."""
+"""Number of the step within its generation. The first step includes setup that later steps do not repeat."""
 
 
 class TrafficMeter:
-    """Meter of a generation's second step. The result holds for every step of the same shape."""
+    """Measures a generation's second step. The result holds for every step of the same shape."""
 
     def __init__(
         self, groups: Mapping[str, str], dumps: Sequence[Callable[[], str | bytes]] | None = None,
         unrecorded: Mapping[str, Callable[[], int]] | None = None,
     ) -> None:  # fmt: skip
-        """Create a meter. `groups` maps process group names to mesh dimensions; other groups do not count.
+        """Create a meter. `groups` maps process group names to mesh dimensions. Other groups are not counted.
 
         `dumps` are the sources of records, by default torch's recorders of this rank. `unrecorded` returns, for each
         dimension, the total bytes sent so far in messages without a record.
@@ -81,7 +81,7 @@ class TrafficMeter:
 
 
 def group_dimensions(layout: Layout) -> dict[str, str]:
-    """Return the mesh dimension by process group name. Torch's default group is `world`."""
+    """Return the mesh dimension of each process group, keyed by group name. Torch's default group is `world`."""
     own = [
         *([layout.sequence_ranks] if layout.sequence_mesh else []),
         *([layout.expert_mesh] if layout.expert_mesh else []),
@@ -92,7 +92,7 @@ def group_dimensions(layout: Layout) -> dict[str, str]:
 
 
 def message_counters(model: nn.Module, device: torch.device) -> dict[str, Callable[[], int]]:
-    """Return counters for the bytes between stages and between ranks that share sequences, unrecorded by gloo."""
+    """Return counters for bytes that gloo does not record: between stages and between ranks that share sequences."""
     if device.type != "cpu":
         return {}
     attention, pipeline = find_shared_attention(model), find_pipeline(model)

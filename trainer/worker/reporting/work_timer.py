@@ -1,4 +1,4 @@
-"""Timers for a rank's own work by section, and for its waits in collectives."""
+"""Timers for a rank's own work in each section, and for its waits in collectives."""
 
 import time
 from collections import deque
@@ -14,17 +14,17 @@ from trainer.protocol.rank_progress.progress import SECTIONS, Phase
 
 
 class DeviceClock(Protocol):
-    """Clock that marks points in the work of a device."""
+    """Clock that marks points in a device's work."""
 
     def mark(self) -> Any:
-        """Return a mark of this point."""
+        """Return a mark for this point."""
 
     def seconds(self, first: Any, last: Any) -> float:
         """Return the seconds between two marks. May wait for the device to reach them."""
 
 
 class HostClock:
-    """CPU clock, where work is complete when its call returns."""
+    """CPU clock. On a CPU, work is complete when its call returns."""
 
     mark = staticmethod(time.perf_counter)
 
@@ -33,7 +33,7 @@ class HostClock:
 
 
 class StreamClock:
-    """Clock of a GPU's current stream, where waiting for a receive blocks the stream, not the host."""
+    """Clock of a GPU's current stream. Waiting for a receive blocks the stream, not the host."""
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -51,7 +51,7 @@ def device_clock(device: torch.device) -> DeviceClock:
 
 
 class WaitMeter:
-    """Meter of the seconds waited in each step."""
+    """Measures the seconds waited in each step."""
 
     def __init__(self, clock: DeviceClock) -> None:
         self._clock = clock
@@ -81,7 +81,7 @@ _DATA = SECTIONS.index(Phase.DATA)
 
 
 class Stopwatch(Protocol):
-    """Sum of nanoseconds by section."""
+    """Total nanoseconds per section."""
 
     counts_waits: bool
     """Whether a wait for a message counts as work unless the section is paused."""
@@ -94,7 +94,7 @@ class Stopwatch(Protocol):
 
 
 class CpuStopwatch:
-    """Stopwatch of a CPU rank. It counts its thread's CPU time, which excludes waits, and wall time while loading."""
+    """Stopwatch for a CPU rank. It counts wall time while loading data, and otherwise its thread's CPU time."""
 
     counts_waits = False
 
@@ -116,7 +116,7 @@ class CpuStopwatch:
 
 
 class CudaStopwatch:
-    """Stopwatch of a GPU rank. It counts time between completed events in its stream. Not exercised on a GPU yet."""
+    """Stopwatch for a GPU rank. It counts time between completed events in its stream. Not yet tested on a GPU."""
 
     counts_waits = True
 
@@ -140,7 +140,7 @@ class CudaStopwatch:
             self._open.append((ended, begin, mark))
         if on_stream:
             self._begin = mark
-        # The host loads data, so the stream does not show its time.
+        # The host loads the data, so the stream does not show how long that takes.
         if ended == _DATA:
             self._total[ended] += time.monotonic_ns() - self._clock
         self._clock = time.monotonic_ns()
@@ -160,8 +160,8 @@ def stopwatch(device: torch.device) -> Stopwatch:
 def exclude_fsdp_waits(model: nn.Module, pause: Callable[[], None], resume: Callable[[], None]) -> None:
     """Call `pause` and `resume` around every wait for parameters that FSDP gathers, and `pause` before its last wait.
 
-    A stream waits for a collective as for a kernel, so a slow peer would otherwise look like own work. FSDP's hooks are
-    already installed, so prepended hooks run before them and appended hooks run after them.
+    A stream waits for a collective as it does for a kernel, so a slow peer would otherwise look like this rank's own
+    work. FSDP's hooks are already installed, so prepended hooks run before them and appended hooks run after them.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -1,4 +1,4 @@
-"""Comparison of a run's recorded steps with those of a restore test, and conclusions from a difference."""
+"""Comparison of a run's recorded steps with those of a restore test, and what a difference proves."""
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -17,18 +17,18 @@ BOUNDED_STEPS = 5
 """Maximum number of steps compared if bits may differ, because differences grow."""
 
 OTHER_SOFTWARE = "other_software"
-"""Key of a recorded step that was trained with other versions, another device, other threads, or other code."""
-OTHER_WORDS = "the run had trained that step with other software or code"
+"""Key of a recorded step that was trained with different versions, code, thread count or device."""
+OTHER_WORDS = "the run trained that step with different software or code"
 
 BOUNDS = {
     "float32": {"loss": 1e-6, "grad_norm": 1e-4},
     "bfloat16": {"loss": 3e-4, "grad_norm": 3e-2},
     "float16": {"loss": 3e-4, "grad_norm": 3e-2},
 }
-"""Largest accepted relative differences in the first step on another layout or machine, by `train.dtype`. In the n-th
-step, n times as much is accepted, because differences grow.
+"""Largest accepted relative differences in the first step on another layout or machine, keyed by `train.dtype`. In the
+n-th step, n times as much is accepted, because differences grow.
 
-The bounds are at least three times, mostly ten times, the differences measured with healthy checkpoints on 1 to 8
+The bounds are at least three times, and mostly ten times, the differences measured with healthy checkpoints on 1 to 8
 ranks. See docs/restore-tests.md."""
 
 
@@ -36,7 +36,7 @@ ranks. See docs/restore-tests.md."""
 class Comparison:
     """Result of a comparison: the number of steps `compared`, and the first `difference` in words.
 
-    `why_no_verdict` is the reason why the recorded steps make the difference inconclusive. `largest` is the largest
+    `why_no_verdict` says why the recorded steps make the difference inconclusive. `largest` is the largest
     relative difference found.
     """
 
@@ -90,7 +90,7 @@ def has_other_code(attempt: AttemptDir, code: CodeRecord | None) -> bool:
 
 
 def other_packages(run: RunDir, saved_by: int, code: CodeRecord | None) -> list[str]:
-    """Describe the packages that differ from those of the attempt that saved, or else the newest. Raises OSError."""
+    """Describe the packages that differ from the saving attempt's or, failing that, the newest's. Raises OSError."""
     attempts = [attempt for attempt in run.all_attempts() if attempt.number == saved_by] or run.all_attempts()[-1:]
     if code is None or code.packages is None or not attempts:
         return []
@@ -134,8 +134,8 @@ def compare(
 ) -> Comparison:
     """Compare the test's steps with the run's, bit for bit if `exact` and the run had the same software.
 
-    Otherwise `bounds` apply, which are given for the first step. A run may have trained a step more than once; it is
-    enough if one repetition agrees.
+    Otherwise, apply `bounds`, which are given for the first step. If the run trained a step more than once, it is
+    enough that one repetition agrees.
     """
     compared, largest, first = 0, 0.0, min(mine, default=0)
     for step, values in sorted(mine.items()):
@@ -158,7 +158,7 @@ def compare(
 
 
 def find_difference(step: int, values: Mapping[str, float], other: Mapping[str, Any]) -> str:
-    """Return the first number whose bits differ, in words; empty if all are equal."""
+    """Describe the first number whose bits differ, or return "" if all are equal."""
     known = {name: number(other[name]) for name in COMPARED if name in other}
     return _disagreement(step, values, known, {}, "it was")[0]
 
@@ -197,7 +197,7 @@ STATE_ELSEWHERE = (
     "or are not reproducible"
 )
 _SUMS_ONLY = frozenset({"threads", "cpu", "cpu_model", "kernel_settings"})
-"""Software facts that only change the order of sums, like another layout."""
+"""Software facts that, like a different layout, only change the order of summation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +211,7 @@ class Conditions:
     promises_equality: bool
     """Whether the program declares deterministic kernels and its data has a fingerprint."""
     has_agreed: bool
-    """Whether a checkpoint of the run was restored before, on this layout, with equal steps."""
+    """Whether a checkpoint of the run has already been restored on this layout with equal steps."""
     experts: int = 0
     dtype: str = "float32"
     drawn: bool = False
@@ -228,7 +228,7 @@ class Conditions:
 
 
 def why_not_compared(now: Conditions) -> str:
-    """Return why the steps cannot be compared with the run's; empty if they can."""
+    """Return why the steps cannot be compared with the run's, or "" if they can."""
     if CODE in now.differs:
         return "the run's own code (code.user) has changed since it trained: its steps are not compared"
     if now.drawn and not now.same_layout:
@@ -237,13 +237,13 @@ def why_not_compared(now: Conditions) -> str:
 
 
 def why_no_verdict(now: Conditions) -> str:
-    """Return why a difference proves nothing about the checkpoint; empty if it proves a fault.
+    """Return why a difference proves nothing about the checkpoint, or "" if it proves a fault.
 
-    At this point, bytes and values are known to be as saved. A difference proves a fault if layout, code, data and
-    software are equal, kernels are deterministic, and the program is known to reproduce steps after a restart: it is
-    the built-in workload, or it promises equality and has shown it in an earlier test. A difference beyond the bounds
-    also proves a fault for the models with which they were measured: dense float32 models of the built-in workload,
-    where only the layout differs.
+    At this point, the bytes and values are known to be the saved ones. A difference proves a fault if layout, code,
+    data and software are equal, kernels are deterministic, and the program is known to reproduce steps after a restart:
+    either it is the built-in workload, or it promises equality and has shown it in an earlier test. If only the layout
+    differs, a difference beyond the bounds also proves a fault for the models with which the bounds were measured,
+    which are dense float32 models of the built-in workload.
     """
     if now.differs:
         return f"{', '.join(sorted(now.differs))} differ from what the run was trained with"
@@ -251,7 +251,7 @@ def why_no_verdict(now: Conditions) -> str:
         return "" if now.built_in or (now.promises_equality and now.has_agreed) else STATE_ELSEWHERE
     other = sorted(set(now.software) - _SUMS_ONLY)
     if other:
-        return f"the checkpoint was made with other software: {', '.join(other)}"
+        return f"the checkpoint was saved with different software: {', '.join(other)}"
     if not (now.built_in and now.dtype == "float32" and not now.experts):
         kind = "models with experts" if now.experts else "this model" if not now.built_in else now.dtype
         return f"no bound is known for {kind} when sums are added in a different order"

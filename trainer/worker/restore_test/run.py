@@ -1,4 +1,4 @@
-"""Restore test on every rank: examine, restore, train, compare, write the verdict."""
+"""Restore test on every rank: examine, restore, train, compare and write the verdict."""
 
 import json
 import time
@@ -113,7 +113,7 @@ class RestoreTestRun:
         self._software: dict[str, Any] = {}
 
     def record_other_software(self, step: int, changes: dict[str, Any], ranks: dict[str, int]) -> None:
-        """Store how the checkpoint's software differs from the current software of any rank. Equal on all ranks."""
+        """Store how the checkpoint's software differs from any rank's current software. All ranks store the same."""
         self._software = changes
 
     def run(self, state: TrainState, train: Callable[[int], ExitCode]) -> ExitCode:
@@ -330,13 +330,13 @@ def audit_share(order: RestoreTestOrder, storage: Storage, share: AuditShare) ->
 
 
 def find_fault(order: RestoreTestOrder, storage: Storage, report: Report) -> str:
-    """Return the fault found by the `report` of all ranks or in the checkpoint's origin; empty if it is sound.
+    """Return the fault found in the ranks' combined `report` or the checkpoint's origin, or "" if there is none.
 
     Raises OSError if the checkpoint is currently unreadable, deleted or not visible, which does not prove damage.
     """
     faults = [fault for fault in report.faults if fault.is_damage]
     if report.faults:
-        require_checkpoint(order, storage)  # a file system that is gone looks like missing files
+        require_checkpoint(order, storage)  # if the file system is gone, the files look missing
         if not faults:
             raise OSError(f"{order.place}/{order.checkpoint}: {report.faults[0]}")
         more = len(faults) - 1
@@ -349,7 +349,7 @@ def require_checkpoint(order: RestoreTestOrder, storage: Storage) -> None:
     try:
         read_commit(storage, order.checkpoint)
     except CheckpointError:
-        return  # it exists and is damaged: the verification reports that
+        return  # it exists but is damaged, which the verification reports
     except FileNotFoundError as error:
         if order.checkpoint in storage.list(""):
             files = storage.list(order.checkpoint)
@@ -365,7 +365,7 @@ def saving_attempt(order: RestoreTestOrder) -> int:
 
 
 def _origin_fault(order: RestoreTestOrder, storage: Storage) -> str:
-    """Return a fault if the manifest was rewritten or the checkpoint was saved with another config, else empty."""
+    """Return a fault if the manifest was rewritten or the checkpoint was saved with another config, else ""."""
     digest = read_manifest_digest(storage, order.checkpoint)
     if order.manifest and digest != order.manifest:
         return f"MANIFEST: was rewritten: its digest is {digest}, not {order.manifest}, as recorded at its commit"

@@ -1,1 +1,1 @@
-"""Contents of a run's checkpoints, and their save and restore on a rank."""
+"""Contents of a run's checkpoints, and how a rank saves and restores them."""

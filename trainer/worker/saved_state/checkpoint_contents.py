@@ -31,7 +31,10 @@ def tensor_metadata(tensor: torch.Tensor) -> TensorMetadata:
 
 
 def zeros(wanted: TensorMetadata, likes: Iterable[torch.Tensor | None], device: torch.device) -> torch.Tensor | None:
-    """Return a zero tensor like `wanted`, sharded like the first of `likes` with its shape; None if none matches."""
+    """Return a zero tensor like `wanted`, sharded like the first match in `likes`.
+
+    Return None if it must be sharded and nothing matches.
+    """
     dtype, shape, kind, sharded = wanted
     for like in likes:
         if like is not None and list(like.shape) == shape and sharded in (None, isinstance(like, DTensor)):
@@ -78,7 +81,7 @@ _MODEL, _OPTIMIZER = "model/", "optimizer/"
 
 
 def expected_entries(manifest: Manifest) -> TensorExpectations:
-    """Return the expectations for a checkpoint that orch saved; none for other checkpoints."""
+    """Return what a checkpoint saved by orch must contain. For other checkpoints, nothing is required."""
     if "config_digest" not in manifest.extra:
         return TensorExpectations()
     ranks = manifest.world.get("ranks")
@@ -108,7 +111,7 @@ def buffer_slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the persistent buffers by name. A shared buffer is listed under its first name."""
+    """Return the persistent buffers, keyed by name. A shared buffer is listed under its first name."""
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, module, key in buffer_slots(model):
@@ -120,7 +123,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers by `model/<name>`. A shared parameter has its first name."""
+    """Return parameters and persistent buffers, keyed by `model/<name>`. A shared parameter has only its first name."""
     found = {f"model/{name}": parameter.detach() for name, parameter in model.named_parameters()}
     found.update({f"model/{name}": buffer for name, buffer in persistent_buffers(model).items()})
     return found
@@ -137,7 +140,7 @@ def buffers_name(rank: int) -> str:
 
 
 def rank_buffers(model: nn.Module, rank: int) -> dict[str, torch.Tensor]:
-    """Return the buffers that may differ between ranks, such as statistics and counters, with this rank's keys."""
+    """Return the buffers that may differ between ranks, such as statistics and counters, under this rank's keys."""
     return {f"{buffers_name(rank)}{name}": buffer for name, buffer in _own_buffers(model).items()}
 
 
@@ -157,7 +160,7 @@ def alike_on_all_ranks(model: nn.Module) -> set[str]:
 
 
 SHARED_NAMES = "shared_names"
-"""Key in a checkpoint's facts. It maps other names of shared tensors to the names under which they are saved."""
+"""Key in a checkpoint's facts for a map from other names of shared tensors to the names they are saved under."""
 
 
 def shared_names(model: nn.Module) -> dict[str, str]:
@@ -191,7 +194,7 @@ def _own_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _tensors_of_stages(model: nn.Module, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of all stages by name on rank 0. Other ranks send theirs one at a time and yield nothing."""
+    """Yield the names and tensors of all stages on rank 0. Other ranks send theirs one at a time and yield nothing."""
     group, place = layout.pp.get_group(), layout.place["pp"]
     ranks = dist.get_process_group_ranks(group)
     tensors = {

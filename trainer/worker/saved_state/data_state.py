@@ -19,7 +19,7 @@ FACTS = "data"
 
 
 class NotReshardable(WorkloadError):
-    """The data state was saved for another number of data-parallel ranks. The checkpoint is sound."""
+    """The data state was saved for a different number of data-parallel ranks. The checkpoint is sound."""
 
 
 def _name(dp_rank: int) -> str:
@@ -27,17 +27,17 @@ def _name(dp_rank: int) -> str:
 
 
 def plain_position(consumed: Any) -> int | float:
-    """Return `consumed`, perhaps a tensor or a NumPy number, as a plain number. Raises WorkloadError."""
+    """Return `consumed`, which may be a tensor or a NumPy number, as a plain number. Raises WorkloadError."""
     if isinstance(consumed, int | float):
         return consumed
     try:
         return operator.index(consumed)
     except TypeError as error:
-        raise WorkloadError(f"`consumed` of the data is {consumed!r}: must be a whole number") from error
+        raise WorkloadError(f"the data's `consumed` is {consumed!r}: must be a whole number") from error
 
 
 class DataState:
-    """Save and restore of one rank's data. Ranks that share layers or sequences have the same data."""
+    """Saves and restores the state of one rank's data. Ranks that share layers or sequences have the same data."""
 
     def __init__(self, data: Data, layout: Layout, model: nn.Module, device: torch.device) -> None:
         """Check the data's interface. Raises WorkloadError for data without a savable position."""
@@ -69,11 +69,11 @@ class DataState:
 
     @property
     def reordered_sets(self) -> frozenset[str]:
-        """Paths of sets in the newest state that a restart would iterate in another order."""
+        """Paths of sets in the newest state whose iteration order a restart would change."""
         return self._own.reordered_sets
 
     def targets(self, ranks: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """Allocate the tensors of this rank's state from the facts of all `ranks`. Raises NotReshardable."""
+        """Allocate the tensors for this rank's state from the facts of all `ranks`. Raises NotReshardable."""
         states = {one[FACTS]["dp_rank"]: one[FACTS] for one in ranks if FACTS in one}
         self._saved = [(self._state_for_rank(rank), states[rank]) for rank in self._required_ranks(states)]
         return {key: tensor for state, facts in self._saved for key, tensor in state.targets(facts).items()}
@@ -84,14 +84,15 @@ class DataState:
         size = next(iter(states.values()))["dp_size"]
         if not self._stateful:
             raise WorkloadError(
-                f"the checkpoint has a data state, but {self._kind} has no state_dict() and load_state_dict()"
+                f"the checkpoint has a data state, but {self._kind} has no state_dict() or load_state_dict()"
             )
         if size == self._dp_size:
             return [self._dp_rank]
         if not callable(getattr(self._owner, "load_state_dicts", None)):
             raise NotReshardable(
-                f"the data state was saved on {_ranks(size)} and there are {self._dp_size} now: continue with as "
-                f"many, or give {self._kind} a load_state_dicts(states), which receives the states of all {size} ranks"
+                f"the data state was saved on {_ranks(size)} but there are {self._dp_size} now: resume with the "
+                f"same number, or give {self._kind} a load_state_dicts(states), which receives the states of all "
+                f"{size} ranks"
             )
         return list(range(size))
 
@@ -120,7 +121,7 @@ class DataState:
         if not callable(seek):
             raise WorkloadError(
                 f"the checkpoint has only a number ({consumed}) as its data position: give {self._kind} a "
-                "`seek(consumed)` that goes there, or start from the weights alone: "
+                "`seek(consumed)` that moves to it, or start from the weights alone: "
                 "`orch ckpt import DIR CONFIG --weights-only`"
             )
         seek(consumed)
@@ -132,9 +133,9 @@ def require_resharding(data: Data, cluster: ClusterShape) -> None:
     has = [callable(getattr(owner, name, None)) for name in ("state_dict", "load_state_dict", "load_state_dicts")]
     if 0 < cluster.min_nodes < cluster.nodes and has == [True, True, False]:
         raise WorkloadError(
-            f"cluster.min_nodes={cluster.min_nodes}: fewer nodes could not continue from the state of "
+            f"cluster.min_nodes={cluster.min_nodes}: with fewer nodes, training could not continue from the state of "
             f"{type(owner).__name__}, which build_data() returns: give it a load_state_dicts(states), which receives "
-            "those of all ranks, or type ~cluster.min_nodes"
+            "the states of all ranks, or remove the setting with ~cluster.min_nodes"
         )
 
 

@@ -1,7 +1,7 @@
 """Values of optimizer parameter groups that training changes, as opposed to settings.
 
-A value set by `build_optimizer` belongs to the configuration. It is not saved, and after a restart the configuration
-of the restart applies. A value that training has changed is state, which is saved and restored. `lr` belongs to the
+A value set by `build_optimizer` belongs to the configuration. It is not saved, and a restart uses the value from its
+own configuration. A value that training has changed is state, which is saved and restored. `lr` belongs to the
 schedule, which sets it before every step.
 """
 
@@ -26,9 +26,9 @@ _SCALARS = (type(None), bool, int, float, str)
 _ID_LENGTH = 16
 _MISSING = object()
 _NO_COPY = (TypeError, AttributeError, ValueError, RuntimeError)
-"""Exceptions from values that cannot be copied."""
+"""Exceptions raised for values that cannot be copied."""
 _BY_IDENTITY = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, nn.Module, DeviceMesh)
-"""Types of values that are compared by identity."""
+"""Types whose values are compared by identity."""
 _GROUPS = (dist.ProcessGroup,) if dist.is_available() else ()
 _COMPARED = (*_SCALARS, complex)
 
@@ -72,14 +72,14 @@ class GroupValues:
             for number, group in enumerate(optimizer.param_groups)
         ]
         self.unsaved: dict[str, str] = {}
-        """Descriptions of changed values whose type is not saved, by key."""
+        """Descriptions of changed values whose type is not saved, under their keys."""
 
     def refuse_other_groups(self) -> None:
         """Raise WorkloadError if the number of groups has changed since `build_optimizer`."""
         now, built = len(self._optimizer.param_groups), len(self._ids)
         if now != built:
             raise WorkloadError(
-                f"{type(self._optimizer).__name__} has {now} parameter groups, but build_optimizer made {built}: a "
+                f"{type(self._optimizer).__name__} has {now} parameter groups, but build_optimizer created {built}: a "
                 "restart could not reproduce the difference. Create all groups in build_optimizer, and give those that "
                 "train later a learning rate of 0 until then (their `lr_scale`, or `lr` with a scheduler of your "
                 "own)"
@@ -119,7 +119,7 @@ class GroupValues:
         return {"value": encoded[0], "given": initial.text}
 
     def _encode_value(self, number: int, key: str, value: Any, held: dict[str, torch.Tensor]) -> tuple[Any] | None:
-        """Return the JSON, or None for a value that cannot be saved. Record such a value if it has changed."""
+        """Return the value's JSON, or None if it cannot be saved. Record such a value if it has changed."""
         try:
             return (object_state.encode(value, self._path(number, key), held, self._names),)
         except UnsavableValue:
@@ -152,7 +152,7 @@ class GroupValues:
             return None, {}
 
     def _is_untouched(self, value: Any, initial: _InitialValue | None) -> bool:
-        """Return whether a value of an unsaved type still has its initial contents; False if unknown."""
+        """Return whether a value of an unsaved type still has its initial contents. Unknown counts as no."""
         if initial is None or initial.text is not None or initial.held is None:
             return False
         return initial.is_unchanged(*self._comparable(value))
@@ -197,7 +197,7 @@ class GroupValues:
                     group[key] = copies[id(first.itself)]
 
     def restore(self, saved: Sequence[Mapping[str, Any]], tensors: Mapping[str, torch.Tensor]) -> list[str]:
-        """Restore the configured values, then the saved values. Return messages about overruled settings."""
+        """Restore the configured values, then the saved values. Return messages about overridden settings."""
         self.reset()
         parameters = {name: parameter for parameter, name in self._names.items()}
         overruled: dict[str, str] = {}

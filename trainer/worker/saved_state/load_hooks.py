@@ -41,7 +41,7 @@ def _load(
 
 @contextmanager
 def _preserve_tensors(module: nn.Module) -> Iterator[None]:
-    """Restore the module's own parameters and persistent buffers at exit."""
+    """Restore the module's own parameters and persistent buffers on exit."""
     parameters = dict(module._parameters)
     buffers = {key: one for key, one in module._buffers.items() if key not in module._non_persistent_buffers_set}
     live = [one.detach() for one in (*parameters.values(), *buffers.values()) if one is not None]

@@ -11,14 +11,14 @@ _GROWS_AFTER = 2000
 
 
 class LossScale:
-    """Loss factor in float16, and constant 1 in other precisions. It is equal on all ranks, like the norms."""
+    """Factor applied to the loss in float16, and a constant 1 otherwise. Like the norms, it is equal on all ranks."""
 
     def __init__(self, dtype: str) -> None:
         self.is_dynamic = dtype == "float16"
         self.scale = FIRST if self.is_dynamic else 1.0
         self._good = 0
         self.overflows = 0
-        """Number of optimizer steps skipped in the run, over all its restarts."""
+        """Number of optimizer steps skipped in the run, including all its restarts."""
 
     def update_scale(self, norm: float) -> bool:
         """Adapt the scale to the gradient norm, and return whether the optimizer must skip this step."""

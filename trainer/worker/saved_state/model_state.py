@@ -44,7 +44,7 @@ class ModelEntries:
             if name in known or name.rpartition(".")[2] == _EXTRA:
                 continue
             if isinstance(value, torch.Tensor):
-                if _address(value) not in _addresses(model):  # otherwise it is a known tensor with another name
+                if _address(value) not in _addresses(model):  # otherwise it is a known tensor under another name
                     raise _error(name, "is a tensor")
             else:
                 found[name] = _text(name, value)
@@ -79,7 +79,7 @@ def extra_prefix(rank: int) -> str:
 
 
 class ModuleExtraState:
-    """Extra state of all modules in a model, by module name."""
+    """Extra state of all modules in a model, keyed by module name."""
 
     def __init__(self, model: nn.Module) -> None:
         """Raise WorkloadError for a module with `get_extra_state` but without `set_extra_state`."""
@@ -117,7 +117,7 @@ _GRADIENTS, _TRAINING = "requires_grad", "training"
 
 
 class ModuleModes:
-    """Flags `requires_grad` of parameters and `training` of modules, compared with a new model's flags."""
+    """The parameters' `requires_grad` and the modules' `training` flags, compared with a new model's flags."""
 
     def __init__(self, model: nn.Module) -> None:
         """Record the modes of a new model."""
@@ -139,9 +139,7 @@ class ModuleModes:
                 if entry is not None:
                     used.add(entry)
                     setattr(each, kind, flags[entry])  # not `train()`, which changes inner modules too
-            unknown += [
-                f"{kind} of {name} had changed, but is not in the model" for name in sorted(flags.keys() - used)
-            ]
+            unknown += [f"the model has no {name}, whose {kind} had changed" for name in sorted(flags.keys() - used)]
         return unknown
 
 
@@ -186,7 +184,7 @@ def cannot_be_filled(tensor: torch.Tensor) -> bool:
 
 
 class SharedMemory:
-    """Memory that tensors share in a new model but may no longer share at a save, such as a target network's."""
+    """Memory that tensors share in a new model but perhaps not at a later save, such as a target network's."""
 
     def __init__(self, model: nn.Module) -> None:
         """Record which parameters and buffers of a new model share memory."""
@@ -194,7 +192,7 @@ class SharedMemory:
         self._built = _sharing(model)
 
     def facts(self) -> list[list[list[str]]]:
-        """Return the parts of each group that has split. A part has the names of tensors that still share memory."""
+        """Return the parts of each group that has split. A part lists the names of tensors that still share memory."""
         now = _sharing(self._model) if self._built else []
         found = []
         for built in self._built:
@@ -252,7 +250,7 @@ def _plain_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class BufferState:
-    """Persistent buffers of one rank's model, with their description for saves and their restore."""
+    """Persistent buffers of one rank's model: their description in saves and their restoration."""
 
     def __init__(self, model: nn.Module, rank: int, device: torch.device) -> None:
         """Record the buffers of a newly built model."""
@@ -284,7 +282,7 @@ class BufferState:
     def targets(self, states: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Allocate the buffers for a checkpoint with the facts `saved` and the ranks' `states`.
 
-        A new rank in a larger world starts with the buffers of rank 0.
+        A new rank in a larger world starts with rank 0's buffers.
         """
         self._wanted = self._describe_wanted(states[self._rank if self._rank < len(states) else 0])
         live = checkpoint_contents.persistent_buffers(self._model)
@@ -307,8 +305,8 @@ class BufferState:
         for name, form in facts.get("changed", {}).items():
             if name.rpartition(".")[0] not in self._modules:
                 raise WorkloadError(
-                    f"the checkpoint has buffer {name} in a module that the model does not have: put the code back as "
-                    "it was"
+                    f"the checkpoint has buffer {name} in a module that the model does not have: restore the "
+                    "original code"
                 )
             wanted[name] = form
         return wanted
@@ -362,7 +360,7 @@ class ParameterForms:
         for name, parameter in model.named_parameters():
             if cannot_be_filled(parameter):
                 raise WorkloadError(
-                    f"several values of parameter {name} share one place in memory (expand), or are stored as "
+                    f"several values of parameter {name} share one memory location (expand), or are stored as "
                     "conjugates, so it could not be restored: create it from value.clone()"
                 )
 
@@ -375,7 +373,7 @@ class ParameterForms:
             if name not in self._built:
                 raise _form_error(f"parameter {name} was created after build_model()")
             if name not in now:
-                raise _form_error(f"parameter {name} of build_model() is gone")
+                raise _form_error(f"parameter {name} from build_model() is gone")
             if now[name] != self._built[name]:
                 built, form = (f"torch.{dtype} of shape {shape}" for dtype, shape in (self._built[name], now[name]))
                 raise _form_error(f"parameter {name} was {built} after build_model() and is {form} now")

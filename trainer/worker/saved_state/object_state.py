@@ -22,14 +22,14 @@ from trainer.worker.saved_state.checkpoint_contents import differing_tensors, te
 from trainer.worker.workload import WorkloadError
 
 Names = Mapping[torch.Tensor, str]
-"""Parameter names in the model, by parameter."""
+"""Names of the model's parameters, keyed by parameter."""
 
 _MOST_INLINE = 4096
 """Maximum number of bytes stored in JSON. Longer values are saved as a tensor."""
 _PLAIN = (type(None), bool, int, str)
 _NUMBER = re.compile("-?[0-9]+")
 _CODES = {"%": "%25", ":": "%3A", "/": "%2F"}
-"""Escapes of characters with a meaning in paths. The first entry is the escape character itself."""
+"""Escape sequences for characters that have a meaning in paths. The first entry is the escape character's own."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 """Surrogates, which UTF-8 cannot encode; Python uses them for non-UTF-8 bytes in file names."""
 _SURROGATE_CODE = re.compile("%U([0-9a-f]{4})")
@@ -47,7 +47,7 @@ def encode(
 ) -> Any:
     """Encode `value` as JSON and add its tensors to `tensors` under `path`. Raises UnsavableValue.
 
-    A container in `shared` is encoded once. Later occurrences are encoded as its number.
+    A container in `shared` is encoded only once. Later occurrences are encoded as its number.
     """
     if shared is None or id(value) not in shared.ids:
         return _encode_one(value, path, tensors, names, shared)
@@ -96,7 +96,7 @@ def _encode_one(
         return {"bytes": encode(torch.frombuffer(bytearray(value), dtype=torch.uint8), path, tensors, names)}
     if kind is complex:
         return {"complex": [encode(part, path, tensors, names) for part in (value.real, value.imag)]}
-    if isinstance(value, Number) and hasattr(value, "tobytes") and hasattr(value, "dtype"):  # one of NumPy's
+    if isinstance(value, Number) and hasattr(value, "tobytes") and hasattr(value, "dtype"):  # a NumPy number
         return {"numpy": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
     if kind is torch.dtype:
         return {"dtype": str(value).removeprefix("torch.")}
@@ -129,7 +129,7 @@ class SharedContainers:
         self.ids = frozenset(key for key, count in times.items() if count > 1)
         self.begun = set[int]()
         self.numbers: dict[int, int] = {}
-        """Numbers by id, in the order of encoding. `decode` counts in the same order."""
+        """Numbers keyed by id, in encoding order. `decode` counts in the same order."""
 
 
 def _items(value: Any) -> Any:
@@ -140,7 +140,7 @@ def _items(value: Any) -> Any:
 
 
 def find_reordered_sets(value: Any, path: str) -> Iterator[str]:
-    """Yield the paths of sets of numbers that would be iterated in another order after a restart."""
+    """Yield the paths of sets of numbers whose iteration order would differ after a restart."""
     if isinstance(value, set | frozenset):
         if all(isinstance(item, int | float) for item in value) and list(type(value)(_items(value))) != list(value):
             yield path
@@ -200,7 +200,7 @@ def decode(
     parameters: Mapping[str, torch.Tensor],
     shared: list[Any] | None = None,
 ) -> Any:
-    """Return the value from which `encode` made this JSON. Raises KeyError for a missing tensor or parameter."""
+    """Return the value that `encode` turned into this JSON. Raises KeyError for a missing tensor or parameter."""
     shared = [] if shared is None else shared
     if isinstance(value, list):
         return [decode(item, tensors, parameters, shared) for item in value]
@@ -232,7 +232,7 @@ def decode(
 
 
 def text(value: Any) -> str:
-    """Return a text that is equal only for equal encoded values. 1, 1.0 and True differ, as do 0.0 and -0.0."""
+    """Return text that is equal only for equal encoded values. 1, 1.0 and True differ, as do 0.0 and -0.0."""
     return json.dumps(value, sort_keys=True)
 
 
@@ -259,7 +259,7 @@ class ObjectState:
     """State of one object, with tensors named `<prefix>...`. An object without `state_dict` has no state."""
 
     def __init__(self, owner: object, prefix: str, model: nn.Module, device: torch.device, *, called: str = "") -> None:
-        """Wrap an object. `called` is the name for messages, by default the class of `owner`."""
+        """Wrap an object. `called` is the name used in messages, by default the class of `owner`."""
         self._owner, self._prefix, self._device = owner, prefix, device
         self._called = called or type(owner).__name__
         self._parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
@@ -268,7 +268,7 @@ class ObjectState:
         self._own_names: dict[str, str] = {}
         self._answer: tuple[Any, dict[str, torch.Tensor]] | None = None
         self.reordered_sets = frozenset[str]()
-        """Sets in the newest state that a restart would iterate in another order."""
+        """Sets in the newest state whose iteration order a restart would change."""
 
     @contextmanager
     def freeze_state(self) -> Iterator[None]:
@@ -280,18 +280,18 @@ class ObjectState:
             self._answer = None
 
     def separate_ranks(self, rank: int) -> None:
-        """Save tensors that differ between ranks once per rank from now on, under separate names. Collective."""
+        """From now on, save tensors that differ between ranks once per rank, under separate names. Collective."""
         if callable(getattr(self._owner, "state_dict", None)):
             shared = {key: one for key, one in self.tensors().items() if key not in self._own_names.values()}
             for key in differing_tensors(shared):
                 self._own_names[key] = f"{self._prefix}/rank-{rank:05d}{key.removeprefix(self._prefix)}"
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors by name. Raises WorkloadError for a value that cannot be saved."""
+        """Return the tensors, keyed by name. Raises WorkloadError for a value that cannot be saved."""
         return self._read_state()[1]
 
     def facts(self) -> dict[str, Any]:
-        """Return the rest of the state as JSON; empty if the object has no state."""
+        """Return the rest of the state as JSON, or {} if the object has no state."""
         value, tensors = self._read_state()
         if not value:
             return {}
@@ -405,7 +405,7 @@ def _fills(tensor: torch.Tensor, first: int, last: int) -> bool:
 
 
 def _bytes_between(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Return bytes of a tensor's storage, starting at a multiple of 16 so that all types stay aligned."""
+    """Return a range of a tensor's storage as bytes, starting at a multiple of 16 so that all types stay aligned."""
     first -= first % 16
     memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return memory.set_(tensor.untyped_storage(), first, (last - first,), (1,))

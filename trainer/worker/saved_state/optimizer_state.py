@@ -109,7 +109,7 @@ def refuse_sharding(optimizer: torch.optim.Optimizer, names: Names, error: Excep
 
 
 PREFIXES = ("optimizer/", "groups/", "entries/")
-"""Prefixes of the names of all optimizer tensors."""
+"""Name prefixes of all optimizer tensors."""
 
 _STATE = PREFIXES[0]
 _NAMED = "state:"
@@ -213,7 +213,7 @@ class OptimizerState:
         return {"holders": self._describe_holders(), **{key: value for key, value in found.items() if value}}
 
     def _relate(self, key: str, metadata: TensorMetadata) -> TensorMetadata:
-        """Return the metadata, with None for sharding like the parameter's, because it depends on the layout."""
+        """Return the metadata, with None for sharding that matches the parameter's, which depends on the layout."""
         parameter = self._parameters.get(_owner(key) or "")
         if parameter is None or metadata[1] != list(parameter.shape) or metadata[3] != isinstance(parameter, DTensor):
             return metadata
@@ -232,7 +232,7 @@ class OptimizerState:
         return ((self._names[parameter], held) for parameter, held in self._parameter_states())
 
     def _describe_holders(self) -> dict[str, list[str]]:
-        """Return the names of the parameters with state, or the names of those without if that is shorter."""
+        """Return the names of the parameters with state, or of those without if there are fewer."""
         there = {name for name, _ in self._holders()}
         trained = self._trained_names()
         if 2 * len(there) > len(trained):
@@ -248,7 +248,7 @@ class OptimizerState:
         return sorted(key for key in self._metadata.keys() - metadata.keys() if _owner(key) in there)
 
     def _values(self) -> dict[str, Any]:
-        """Return non-tensor values by key. A value that is equal for all parameters is listed once."""
+        """Return non-tensor values under their keys. A value that is equal for all parameters is listed once."""
         found: dict[str, dict[str, Any]] = {}
         count = 0
         for name, held in self._holders():
@@ -321,11 +321,11 @@ class OptimizerState:
         made = zeros(wanted, (live.get(key), parameter), device) if wanted is not None else None
         if made is None:
             kind = type(self._optimizer).__name__
-            raise WorkloadError(f"the checkpoint has {key} {wanted or ''}, which {kind} as built now does not have")
+            raise WorkloadError(f"the checkpoint has {key} {wanted or ''}, which {kind} does not have now")
         return made
 
     def restore(self, facts: Mapping[str, Any] | None, absent: Collection[str]) -> list[str]:
-        """Apply filled targets and facts and return messages. An imported checkpoint lacks the targets `absent`."""
+        """Apply the filled targets and facts. Return messages. An imported checkpoint lacks the targets `absent`."""
         if facts is None:
             return self._restore_imported(absent)
         self._restore_state(facts)
@@ -343,7 +343,7 @@ class OptimizerState:
         self.groups.reset()
         if _loads_itself(self._optimizer):
             self._load({})
-        return [f"the checkpoint has no {', '.join(counted)} of the optimizer, which start again"] if counted else []
+        return [f"the checkpoint lacks the optimizer's {', '.join(counted)}: set to initial values"] if counted else []
 
     def _restore_state(self, facts: Mapping[str, Any]) -> None:
         values = facts.get("values", {})
@@ -371,7 +371,7 @@ class OptimizerState:
     def _load_entries(
         self, entries: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, itself: bool = False
     ) -> None:
-        """Load entries. With `itself`, always call `load_state_dict()`, because it may derive values."""
+        """Load entries. If `itself`, always call `load_state_dict()`, because it may derive values."""
         found = {key: object_state.decode(value, tensors, self._parameters) for key, value in entries.items()}
         named_entries = {key: value for key, value in found.items() if key.startswith(_NAMED)}
         named: dict[Any, Any] = self._optimizer.state  # torch's own state has tensors as keys
@@ -383,7 +383,7 @@ class OptimizerState:
             self._load(extra)
 
     def _load(self, extra: Mapping[str, Any]) -> None:
-        """Make the optimizer load `extra` with its own state, and restore values that torch converts or replaces."""
+        """Make the optimizer load `extra` and its own state, and restore values that torch converts or replaces."""
         held = {parameter: dict(state) for parameter, state in self._parameter_states()}
         groups = [dict(group) for group in self._optimizer.param_groups]
         self._optimizer.load_state_dict({**self._optimizer.state_dict(), **extra})
@@ -420,7 +420,7 @@ def _entry_key(key: str) -> str:
 
 
 def _named_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state with string keys, which torch allows in addition to parameters."""
+    """Return the state under string keys, which torch allows in addition to parameters."""
     return {f"{_NAMED}{key}": value for key, value in optimizer.state.items() if isinstance(key, str)}
 
 

@@ -1,4 +1,4 @@
-"""Random generators of a rank as a row of bytes, with rank and step, so that a misplaced row is detected."""
+"""A rank's random generators as a row of bytes, with rank and step so that a misplaced row is detected."""
 
 import json
 import random
@@ -32,7 +32,7 @@ def seed_generators(seed: int) -> None:
 
 
 def seed_by_data(seed: int, token_rank: int, step: int = 0) -> None:
-    """Seed equally on ranks with the same tokens, and differently on other ranks.
+    """Use the same seed on ranks with the same tokens, and different seeds on other ranks.
 
     `step` is the step at which a new rank starts, so that it does not repeat the numbers drawn from step 0 on.
     """
@@ -63,7 +63,7 @@ def pack_rng(device: torch.device) -> torch.Tensor:
 
 
 def set_origin(packed: torch.Tensor, rank: int, step: int) -> None:
-    """Write rank and step into a row from `pack_rng` that has no origin yet. Its length does not change."""
+    """Write the rank and step into a row from `pack_rng` that has no origin yet. Its length does not change."""
     parts = _parts(packed)
     assert len(parts) == _STATES
     place = sum(8 + len(part) for part in parts)
@@ -71,7 +71,7 @@ def set_origin(packed: torch.Tensor, rank: int, step: int) -> None:
 
 
 def origin_fault(packed: torch.Tensor, name: str, step: int) -> str:
-    """Return why a row that `generators_fault` accepts does not belong to `name` at `step`; empty if it does."""
+    """Return why a row that `generators_fault` accepts does not belong to `name` at `step`, or "" if it does."""
     origin = torch.cat(_parts(packed)[_STATES:] or [_NONE])
     if len(origin) != 16:
         return "does not record its rank and step"
@@ -82,7 +82,7 @@ def origin_fault(packed: torch.Tensor, name: str, step: int) -> str:
 
 
 def _pack_numpy() -> torch.Tensor:
-    """Pack NumPy's global generator: words, position and half a normal pair for MT19937, JSON for others."""
+    """Pack NumPy's global generator: words, position and half a normal pair for MT19937, and JSON for others."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return _NONE
@@ -111,7 +111,7 @@ def _array_from_json(value: dict[str, Any]) -> Any:
 def _unpack_numpy(part: torch.Tensor) -> None:
     if len(part) == len(_NONE):
         return
-    import numpy as np  # only if the run that saved had loaded it
+    import numpy as np  # only needed if the run that saved the row had loaded it
 
     if len(part) == _MERSENNE_BYTES:
         *words, place, has_gauss = (number & 0xFFFFFFFF for number in part[:-8].clone().view(torch.int32).tolist())
@@ -128,7 +128,9 @@ def _unpack_numpy(part: torch.Tensor) -> None:
     kind = state["bit_generator"]
     if np.random.get_state(legacy=False)["bit_generator"] != kind:
         if not hasattr(np.random, kind):
-            raise WorkloadError(f"the checkpoint has a state of NumPy's {kind}: set_bit_generator() in build_data()")
+            raise WorkloadError(
+                f"the checkpoint has the state of a NumPy {kind}: use set_bit_generator() in build_data()"
+            )
         np.random.set_bit_generator(getattr(np.random, kind)())
     np.random.set_state(state)
 
@@ -145,7 +147,7 @@ def unpack_rng(packed: torch.Tensor, device: torch.device) -> None:
 
 
 def generators_fault(packed: torch.Tensor) -> str:
-    """Return why a row from `pack_rng` cannot be restored; empty if it can."""
+    """Return why a row from `pack_rng` cannot be restored, or "" if it can."""
     try:
         parts = _parts(packed)
         if len(parts) < _STATES:

@@ -1,4 +1,4 @@
-"""State of the user's learning-rate schedule, with its current rates, which some schedules need for the next."""
+"""State of the user's learning-rate schedule, with its current rates, which some schedules need to compute new ones."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -34,7 +34,8 @@ class SchedulerState:
         groups, rates = self._optimizer.param_groups, state["lr"]
         if len(groups) != len(rates):
             raise WorkloadError(
-                f"the checkpoint has learning rates for {len(rates)} parameter groups, the optimizer has {len(groups)}"
+                f"the checkpoint has learning rates for {len(rates)} parameter groups, but the optimizer has "
+                f"{len(groups)}"
             )
         for group, rate in zip(groups, rates, strict=True):
             if isinstance(group["lr"], torch.Tensor):

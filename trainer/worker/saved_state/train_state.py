@@ -105,7 +105,7 @@ def _require_load(workload: object) -> None:
 
 
 class TrainState:
-    """Complete state that a restart must restore, with its save into and restore from a checkpoint."""
+    """The complete state that a restart must restore. It is saved into and restored from checkpoints."""
 
     def __init__(
         self, objects: TrainObjects, *, config_digest: str, seed: int, lazy: bool = False,
@@ -128,7 +128,7 @@ class TrainState:
         self._software, self._on_other_software = software(device), on_other_software
         self._software_facts = software_facts([self._software])
         self._saved_software = dict[str, Any]()
-        self._late_gather: tuple[int, Callable[[Any], list[Any]]] | None = None  # from which step on, and how
+        self._late_gather: tuple[int, Callable[[Any], list[Any]]] | None = None  # first step, and how to gather
         self._parameters = ParameterForms(model)
         self._entries = ModelEntries(model)
         self._buffers = BufferState(model, rank, device)
@@ -230,7 +230,7 @@ class TrainState:
         self._late_gather = self.step + OBSERVED_STEPS, gather
 
     def _share_reasons(self, of_ranks: Sequence[Sequence[Sequence[Any]]]) -> None:
-        """Report lost state on rank 0 that only other ranks have found."""
+        """Report on rank 0 any lost state that only other ranks have found."""
         self._unshared = []
         found: dict[tuple[int, str], list[int]] = {}
         for rank, reasons in enumerate(of_ranks):
@@ -366,7 +366,7 @@ class TrainState:
         now = {"seed": self._seed, "fingerprint": getattr(self._data, "fingerprint", None)}
         for key, name in (("seed", "train.seed"), ("fingerprint", "the fingerprint of the data")):
             if None not in (extra.get(key), now[key]) and extra[key] != now[key]:
-                raise WorkloadError(f"{name} is {now[key]}, but the checkpoint was made with {extra[key]}")
+                raise WorkloadError(f"{name} is {now[key]}, but the checkpoint was saved with {extra[key]}")
 
     def _targets(self, extra: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         own = self._rank_facts(extra)

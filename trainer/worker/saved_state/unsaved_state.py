@@ -26,7 +26,7 @@ OBSERVED_STEPS = 3
 
 
 class ModuleAttributes:
-    """Numbers, strings and tuples of them in the attributes of modules, by `model.<module>.<attribute>`."""
+    """Numbers, strings and tuples of them in modules' attributes, keyed by `model.<module>.<attribute>`."""
 
     step: int
     """Step of the restored checkpoint."""
@@ -44,7 +44,7 @@ class ModuleAttributes:
         return dict(sorted(found.items())[:_MOST])
 
     def begin(self, saved: Mapping[str, str], step: int) -> None:
-        """Record the attributes saved after `step` that the restored model does not have."""
+        """Record which attributes saved after `step` the restored model lacks."""
         now = self._texts()
         self._saved, self.step = {name: text for name, text in saved.items() if now.get(name) != text}, step
         self._seen = [now]
@@ -82,7 +82,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _counts_again(seen: list[str], saved: str, step: int) -> bool:
-    """Return whether a number rose equally in each of the `step` steps before the save, and starts again."""
+    """Return whether a number that rose equally in all `step` steps before the save now counts from the start."""
     try:
         first, *later, total = (int(text) for text in (*seen, saved))
     except ValueError:
@@ -102,7 +102,7 @@ def _torch_attributes() -> frozenset[str]:
 
 
 class UnsavedAttributes:
-    """Attributes of objects, by `<object>.<attribute>`, compared with their initial values."""
+    """Attributes of objects, keyed by `<object>.<attribute>`, compared with their initial values."""
 
     def __init__(self, objects: Mapping[str, object]) -> None:
         self._objects = dict(objects)
@@ -161,7 +161,7 @@ class StateInventory:
         self._optimizer_state = optimizer_state or OptimizerState(model, optimizer)
         self._more = more
         self._extra: dict[str, torch.Tensor] = {}
-        self._scattered = False  # whether tensors are outside the holders
+        self._scattered = False  # whether any tensors are outside the holders
         self._model, self._optimizer, self._rank, self._device, self._lazy = model, optimizer, rank, device, lazy
         self._rng = torch.zeros_like(pack_rng(device))
         self._slots: list[tuple[Holder, str]] = []
@@ -170,7 +170,7 @@ class StateInventory:
         self._memory: list[tuple[object, ...]] = []
         self._weights: dict[str, torch.nn.Parameter] = {}
         self._sharded = False
-        self._states: list[tuple[Any, Holder, int]] = []  # by parameter, or by the optimizer's own name
+        self._states: list[tuple[Any, Holder, int]] = []  # keyed by parameter, or by a name that the optimizer chose
         self._empty: list[tuple[Holder, str]] = []  # non-tensor values that may become tensors
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._tensors: dict[str, torch.Tensor] = {}
@@ -231,7 +231,7 @@ class StateInventory:
         buffers = checkpoint_contents.persistent_buffers(model)
         of_optimizer = self._optimizer_state.tensors()
         live = {**shared, **of_optimizer, **own}
-        # An optimizer's own name may hold a single value. If so, every call walks.
+        # A name that the optimizer chose may hold a single value. If so, every call walks.
         dicts = [(owner, held) for owner, held in optimizer.state.items() if isinstance(held, dict)]
         self._states = [(owner, held, len(held)) for owner, held in dicts]
         self._slots = list(self._holders())
@@ -264,11 +264,11 @@ class StateInventory:
             yield from ((held, key) for key, value in held.items() if isinstance(value, torch.Tensor))
 
     def _addresses(self, held: Sequence[Any]) -> list[tuple[object, ...]]:
-        """Return address, shape and type of every tensor, with the local shard's address for a sharded tensor."""
+        """Return the address, shape and type of every tensor. A sharded tensor's address is its local shard's."""
         tensors: Sequence[Any] = [each for each in held if isinstance(each, torch.Tensor)]
         forms = [(tensor.shape, tensor.dtype) for tensor in tensors]
         if self._sharded:
-            # Not `to_local`, which takes a hundred times as long.
+            # `to_local` would take a hundred times as long.
             tensors = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
         places = [tensor.data_ptr() if tensor.layout is torch.strided else 0 for tensor in tensors]
         return list(zip(places, forms, strict=True))

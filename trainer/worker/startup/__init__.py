@@ -1,1 +1,1 @@
-"""Work of a rank before its first step: imports, device, rendezvous, node benchmark."""
+"""A rank's work before its first step: imports, device, rendezvous, node benchmark."""

@@ -54,7 +54,7 @@ def _missing_parallelize(kind: type[Any], config: JobConfig) -> list[str]:
 
 
 def _wrong_wrap(config: JobConfig) -> list[str]:
-    """Return why `parallel.fsdp.wrap` matches no part of the model; empty if it does or if this is unknown."""
+    """Return why `parallel.fsdp.wrap` matches no part of the model, or [] if it does or this is unknown."""
     wrap = config.parallel.fsdp.wrap
     if wrap == "auto" or wrap.isdecimal():
         return []
@@ -62,13 +62,13 @@ def _wrong_wrap(config: JobConfig) -> list[str]:
         with workload.users_code("build_model()"), torch.device("meta"):
             model = workload.build(config).build_model()
     except workload.WorkloadError:
-        return []  # it may work with its data and devices
+        return []  # it may work once it has its data and devices
     if not isinstance(model, nn.Module):
         return []
     try:
         chosen_units(model, wrap, [])
     except CannotShard as error:
-        return [str(error), "type one of these, or parallel.fsdp.wrap=auto"]
+        return [str(error), "set one of these, or parallel.fsdp.wrap=auto"]
     return []
 
 

@@ -1,4 +1,4 @@
-"""Addition of modules that rank 0 imported by its first step to an attempt's code record."""
+"""Adds modules that rank 0 has imported by its first step to an attempt's code record."""
 
 import sys
 from collections.abc import Collection
@@ -23,7 +23,7 @@ def record_late_code(attempt: AttemptDir, config: JobConfig, skip: Collection[st
             return
         now.write(attempt.code)
     except OSError as error:  # training does not depend on it
-        write_stderr(f"orch: the code that rank 0 has imported by its first step is not recorded: {error}")
+        write_stderr(f"orch: the code that rank 0 imported by its first step was not recorded: {error}")
         return
     if now.digest != before.digest:
         journal.event(EventKind.CODE_RECORDED, digest=now.digest)

@@ -17,7 +17,7 @@ _EXCHANGE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 
 
 def measure(spec: RankSpec, config: JobConfig, control: socket, device: torch.device) -> None:
-    """Measure this node and report to its agent, if enabled. Collective. Not exercised on a GPU yet."""
+    """If enabled, measure this node and report to its agent. Collective. Not yet tested on a GPU."""
     if not config.detection.preflight.on or not spec.fit:
         return
     began = time.monotonic()
@@ -28,7 +28,7 @@ def measure(spec: RankSpec, config: JobConfig, control: socket, device: torch.de
 
 
 class _TimeBudget:
-    """Agreement of all ranks, before each try, on whether the slowest rank has enough time left."""
+    """Agreement between all ranks, before each try, on whether the slowest rank has enough time left."""
 
     def __init__(self, began: float, seconds: float, device: torch.device) -> None:
         self._began, self._seconds, self._device = began, seconds, device
@@ -63,7 +63,7 @@ def partners(rank: int, world: int, local_world: int) -> list[int]:
     """
     node, local = divmod(rank, local_world)
     nodes = world // local_world
-    rounds = 2 + nodes % 2  # a ring of odd size needs a third round
+    rounds = 2 + nodes % 2  # an odd-sized ring needs a third round
     between = [_ring_neighbour(node, nodes, turn) if local == 0 else -1 for turn in range(rounds)]
     within = _ring_neighbour(local, local_world, 0)
     return [

@@ -50,7 +50,7 @@ _LAZY_MODULES = (
     # `torch.save` and the profiler import these on their first call.
     "torch.utils.serialization.config",
     "torch.profiler._cupti_monitor",
-    "encodings.idna",  # host names in socket calls
+    "encodings.idna",  # needed for host names in socket calls
     "checkpointing.engine.checkpointer",
 )
 

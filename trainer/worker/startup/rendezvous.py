@@ -67,12 +67,15 @@ def be_deterministic(threads: int) -> None:
 
 
 def be_strict() -> None:
-    """Make operations without a deterministic kernel raise. Attention's backward on GPUs needs it too."""
+    """Make operations without a deterministic kernel raise.
+
+    On GPUs, the backward pass of attention is only deterministic in this mode.
+    """
     torch.use_deterministic_algorithms(True, warn_only=False)
 
 
 def threads_per_rank(cluster: ClusterShape) -> int:
-    """Return the threads per rank. They come from the configuration, because the count affects the order of sums."""
+    """Return the number of threads per rank. It is configured, because it affects the order of sums."""
     return max(1, cluster.cpus_per_task // cluster.ranks_per_node)
 
 

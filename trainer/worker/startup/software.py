@@ -1,4 +1,4 @@
-"""Software of every rank, and its differences from a checkpoint's software."""
+"""Every rank's software, and how it differs from a checkpoint's software."""
 
 import hashlib
 import os
@@ -21,7 +21,7 @@ _KERNEL_SETTINGS = re.compile(r"(ONEDNN_|DNNL_|MKL_|ATEN_CPU_CAPABILITY$)")
 
 
 def software(device: torch.device) -> dict[str, Any]:
-    """Return versions, device and settings of this process as plain JSON, without starting work on the device."""
+    """Return this process's versions, device and settings as plain JSON, without starting work on the device."""
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -39,7 +39,7 @@ def software(device: torch.device) -> dict[str, Any]:
             "driver": _read(_DRIVER),  # torch does not report it
             "cudnn": torch.backends.cudnn.version(),
             "nccl": ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None,
-            # Reading allow_tf32 raises if this one has been set.
+            # If this has been set, reading allow_tf32 raises.
             "matmul": getattr(torch.backends.cuda.matmul, "fp32_precision", None),
         }
     return found

@@ -47,7 +47,7 @@ class Drill:
         self._serial = orders.read_drill_order()[0] if orders is not None else 0
         self._announced: set[DrillEvent] = set()
 
-    # -- injection points, in the order of a step
+    # -- injection points, in the order of a step's work
 
     def in_data(self, step: int) -> None:
         """Inject faults before the batch of `step` is taken."""

@@ -35,7 +35,7 @@ from trainer.worker.workload import WorkloadError, hook
 
 @dataclass(frozen=True, kw_only=True)
 class LoopServices:
-    """Services of the loop: reporting, saving and control."""
+    """Services for the loop: reporting, saving and control."""
 
     cell: ProgressCell
     journal: Journal
@@ -44,7 +44,7 @@ class LoopServices:
     save_schedule: SaveSchedule
     phases: PhaseTracker
     spike_detector: SpikeDetector
-    started: float  # time.monotonic() of the rank's start
+    started: float  # time.monotonic() when the rank started
     progress_log: ProgressLog
     figures: StepFigures
     retrained: RetrainedSteps
@@ -98,7 +98,7 @@ class Loop:
     def run(self) -> ExitCode:
         """Train, and return FINISHED or STOPPED_AFTER_SAVE. Raises the error of a failed step or save."""
         total, now = self._last, self._train_state
-        self._validate_owed()  # left by a stop at the end of the previous start
+        self._validate_owed()  # if the previous process stopped before it
         while now.step < total:
             step = now.step + 1
             pending = self._train(step)
@@ -106,7 +106,7 @@ class Loop:
             reason = self._end_step(pending)
             if reason > StopReason.SAVE_AND_GO_ON and step < total:
                 return ExitCode.STOPPED_AFTER_SAVE
-        self._validate_owed()  # left by a stop in the last step
+        self._validate_owed()  # if a stop came in the last step
         self._services.saver.wait()
         self._finish()
         return ExitCode.FINISHED
@@ -152,12 +152,12 @@ class Loop:
         clear_gradients(objects.optimizer, self._parameters, (objects.workload, objects.model))
 
     def _exposed_seconds(self) -> dict[str, float]:
-        """Return the seconds of exposed communication in the previous step, by kind."""
+        """Return the seconds of each kind of exposed communication in the previous step."""
         exposed = self._passes.exposed
         return {**exposed, "reductions": exposed.get("reductions", 0.0) + self._services.phases.reductions}
 
     def _check_overflow(self, reduced: Reduced) -> bool:
-        """Return whether the gradients of this step overflowed. Only float16 can overflow, and waits for the device."""
+        """Return whether this step's gradients overflowed. Only float16 can, and checking it waits for the device."""
         scale = self._train_state.loss_scale
         return scale.is_dynamic and scale.update_scale(float(reduced.norm))
 
@@ -184,11 +184,11 @@ class Loop:
         return reduced
 
     def _end_step(self, pending: PendingStep) -> StopReason:
-        """Report, agree and save after a step. Every rank makes the same decisions here."""
+        """Report, agree on what to do, and save after a step. Every rank makes the same decisions here."""
         step, services = pending.reduced.step, self._services
         services.journal.log_work(step)
         self._train_state.step_ended()
-        # On a GPU this waits for the previous step, so it counts towards this step's end, not the next one's data.
+        # On a GPU, this waits for the previous step, so the wait counts as part of this step, not as loading data.
         reason = self._read_pending()
         saved, seconds = services.saver.committed_step or 0, services.save_schedule.save_seconds
         # A rank that is delayed from here on counts as loading its next batch, not as ahead of its peers.
@@ -204,7 +204,7 @@ class Loop:
         if reason or saves or validates:
             # Saves and validations wait for the device anyway, so this step's own votes are read too.
             reason = max(reason, self._read_pending())
-            # A stop leaves no time for a validation, so the next start does it.
+            # A stop leaves no time for a validation, so the next process catches up on it.
             if validates and reason <= StopReason.SAVE_AND_GO_ON:
                 self._validate(step)
                 self._check_best(self._validation.names)
@@ -218,7 +218,10 @@ class Loop:
         return reason
 
     def _validate_owed(self) -> None:
-        """Validate a step that a stop saved unvalidated. Save it again if its result selects the best checkpoints."""
+        """Validate a step that was saved at a stop without validation.
+
+        Save it again if the result selects the best checkpoints.
+        """
         state, best = self._train_state, self._config.checkpoint.best.metric
         if state.validated < state.step and self._validation.is_due(state.step):
             if best in self._validate(state.step):
@@ -360,7 +363,7 @@ class Loop:
             why = short_reason(self._services.saver.failure or "saves have not been committed since")
             raise SaveFailed(
                 step,
-                f"{step - self._committed} steps are in no committed checkpoint, the newest is of step "
+                f"{step - self._committed} steps are in no committed checkpoint; the newest is of step "
                 f"{self._committed} (checkpoint.max_unsaved_steps={limit}): {why}",
             )
 
@@ -376,7 +379,7 @@ class Loop:
         self._services.phases.enter(Phase.DONE)
 
     def _probe(self) -> dict[str, float]:
-        """Return loss and gradient norm of one more step without changing weights, for comparison in restore tests."""
+        """Return the loss and gradient norm of one more step, for restore tests to compare. No weights are changed."""
         step, objects = self._train_state.step + 1, self._objects
         _, batches = self._train_state.positions.take(self._services.skip)
         loss = self._passes.run(step, batches, self._train_state.loss_scale.scale)

@@ -85,7 +85,7 @@ def build_passes(objects: TrainObjects, phases: PhaseTracker, drill: Drill, redu
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """Return `batch` with the tensors in its lists, tuples and dictionaries on `device`. Unchanged on a CPU."""
+    """Return `batch` with the tensors in its lists, tuples and dictionaries moved to `device`. No-op on a CPU."""
     if device.type == "cpu":
         return batch
 

@@ -27,8 +27,8 @@ def scalar_loss(workload: object, loss: Any) -> torch.Tensor:
     else:
         found = f"a tensor of shape {list(loss.shape)}" if loss.dim() else "a tensor without a gradient"
     raise WorkloadError(
-        f"{type(workload).__name__}.loss() returned {found}: it must return the mean loss of the micro-batch, a tensor "
-        "with one number, no dimension, and a gradient"
+        f"{type(workload).__name__}.loss() returned {found}: it must return the mean loss of the micro-batch as a "
+        "scalar tensor with a gradient"
     )
 
 
@@ -37,7 +37,7 @@ _CELLS = 3
 
 
 class MetricReducer:
-    """Reducer of a workload's numbers over all ranks. Every call must use the names of the first call."""
+    """Reduces a workload's numbers over all ranks. Every call must use the names of the first call."""
 
     def __init__(self, method: str, layout: Layout) -> None:
         """Create a reducer. `method` is the name of the workload's method, for messages."""
@@ -65,7 +65,7 @@ class MetricReducer:
         return self._tensor([cell for name in self._names for cell in self._row(given.get(name))])
 
     def unpack(self, numbers: list[float]) -> dict[str, float]:
-        """Return the numbers by name, from the sum of all ranks' rows. Names without a value are omitted."""
+        """Return the numbers, keyed by name, from the sum of all ranks' rows. Names without a value are omitted."""
         rows = zip(self.names, numbers[::_CELLS], numbers[1::_CELLS], numbers[2::_CELLS], strict=True)
         return {name: total if summed else total / weight for name, total, weight, summed in rows if summed or weight}
 
@@ -140,7 +140,7 @@ class StepResult:
     message: RankZeroMessage
     used_alike: bool = True  # whether all ranks have gradients of the same parameters
     gradients_alike: bool = True  # whether ranks that hold all gradients hold equal ones
-    own: list[float] = field(default_factory=list)  # of the workload's own numbers
+    own: list[float] = field(default_factory=list)  # sums of the workload's own numbers
     loads: list[float] = field(default_factory=list)  # tokens of each expert, layer by layer
 
 
@@ -173,7 +173,7 @@ class Reduced:
         if self._host is not None:
             return
         self._sums = self._row.wait()
-        # The copy runs behind the step's other work, so it is done when it is read one step later.
+        # The copy runs behind the step's other work, so it is complete by the time it is read one step later.
         self._host = self._sums.to("cpu", non_blocking=True)
         if self._sums.is_cuda:
             self._copied = torch.cuda.Event()
@@ -219,7 +219,7 @@ def reduce(
     world = dist.get_world_size()
     about = about or GradientFacts()
     squares = squared_norm(gradients, world // about.stages).to(loss.device)
-    marks = [float(about.used), float(about.used) ** 2]  # exact: below 2**53 for a million ranks
+    marks = [float(about.used), float(about.used) ** 2]  # exact, because it stays below 2**53 even for a million ranks
     numbers = [float(message.save_vote), float(message.committed), *marks, *stop_votes(asked)]
     rest = torch.tensor(numbers, dtype=torch.float64, device="cpu").to(loss.device, non_blocking=True)
     more = [row for row in own if row is not None]
@@ -279,7 +279,7 @@ def copies(tensor: torch.Tensor, world: int) -> int:
 
 
 def unscale(gradients: Sequence[torch.Tensor], scale: float) -> None:
-    """Divide by the loss scale. This is exact, as the scale is a power of two, unless the result is too small."""
+    """Divide by the loss scale. As the scale is a power of two, this is exact unless the result is too small."""
     if scale != 1.0 and gradients:
         torch._foreach_mul_([own_part(gradient) for gradient in gradients], 1.0 / scale)
 

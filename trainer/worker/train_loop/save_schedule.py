@@ -1,4 +1,4 @@
-"""Save schedule and stop requests, agreed by all ranks."""
+"""Save schedule and stop requests, on which all ranks agree."""
 
 import time
 from collections import deque
@@ -74,7 +74,7 @@ class SaveSchedule:
 
     @property
     def tried_step(self) -> int:
-        """Step of the newest save that was started or tried."""
+        """Step of the newest save that was started or attempted."""
         return self._tried
 
     # -- all ranks
@@ -99,7 +99,7 @@ class SaveSchedule:
     # -- rank 0
 
     def record_step(self, seconds: float) -> None:
-        """Record the duration of a step, without the save before it."""
+        """Record the duration of a step, excluding the save before it."""
         (self._busy if self._open else self._quiet).append(seconds)
 
     def read_saver(self, committed: int, failure: str | None, save_seconds: Sequence[float]) -> None:

@@ -15,7 +15,7 @@ _FLOOR = 0.01
 _AS_A_FACTOR = 0.5
 """Share of the limit that applies to deviations of the logarithm.
 
-Losses near zero vary by factors, so losses far above the median are as normal as losses just below it.
+Losses near zero vary by factors, so losses far above the median are as normal as losses slightly below it.
 """
 _HIGH = 0.5
 """Minimum height of a spike above the median, as a share of the median. Smaller spikes may be harmless."""
@@ -45,7 +45,7 @@ class SpikeDetector:
         window: deque[float],
         on_new_level: Callable[[int, str], None] = lambda step, why: None,
     ) -> None:
-        """Start with `window`, the newest accepted losses. `on_new_level` receives a level's first step and why."""
+        """Start with `window`, the newest accepted losses. `on_new_level` takes a level's first step and a reason."""
         self._config, self._window, self._on_new_level = config, window, on_new_level
         while len(window) > config.window:
             window.popleft()
@@ -76,7 +76,7 @@ class SpikeDetector:
         return loss - median <= (_LEVEL - 1) * scale
 
     def check(self, loss: float, grad_norm: float) -> str | None:
-        """Return why a step with these values is bad; None if it is accepted."""
+        """Return why a step with these values is bad, or None if it is accepted."""
         # Non-finite values would make the weights non-finite.
         if not math.isfinite(loss) or not math.isfinite(grad_norm):
             return f"loss {loss}, gradient norm {grad_norm}"
@@ -102,7 +102,7 @@ class SpikeDetector:
         else:
             # Losses around zero have no usual factor. Equal losses, for example from equal rewards, give no scale.
             largest = self._distance(median)
-            excess, unit = above / largest if largest else 0.0, "times the largest distance of the window"
+            excess, unit = above / largest if largest else 0.0, "times the window's largest deviation"
             usual = False
         if excess <= limit or usual:
             return None

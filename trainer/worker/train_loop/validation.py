@@ -29,8 +29,8 @@ def held_out_validation(objects: TrainObjects, batches: int) -> Validate | None:
     data: Any = unwrap_data(objects.data)
     if not isinstance(data, TokenData):
         raise WorkloadError(
-            f"validation.batches={batches}: {type(data).__name__} has no held-out batches; only token data has some: "
-            "write `validate` in the workload, or type validation.batches=0"
+            f"validation.batches={batches}: {type(data).__name__} has no held-out batches; only token data has them: "
+            "write `validate` in the workload, or set validation.batches=0"
         )
     return lambda model: {VAL_LOSS: _mean_loss(objects, model, data)}
 
@@ -63,7 +63,7 @@ def steps_on_plateau(scheduler: object) -> TypeGuard[torch.optim.lr_scheduler.Re
 
 
 class Validation:
-    """Validation by the workload's `validate`, or else on held-out data. The result is the same on every rank."""
+    """Validation with the workload's `validate` or on held-out data. The result is the same on every rank."""
 
     def __init__(self, objects: TrainObjects, config: ValidationConfig, *, last: int) -> None:
         """Validate every `config.every` steps (0: never) and after step `last`. Raises WorkloadError."""
@@ -123,7 +123,7 @@ def _evaluation(objects: TrainObjects) -> Iterator[None]:
         for module, mode in modes:  # a module's `train()` thaws parts that the workload has frozen
             module.training = mode
         for module in model.modules():
-            if isinstance(module, FSDPModule):  # the last units of a forward pass without a backward stay unsharded
+            if isinstance(module, FSDPModule):  # without a backward pass, the last units stay unsharded
                 module.reshard()
         if callable(evaluate):
             train_mode(optimizer)

@@ -112,7 +112,7 @@ def test_steps_of_other_code_are_marked(run: RunDir, tmp_path: Path) -> None:
         assert [int(values["loss"]) for values in found if "other_software" not in values] == [number]
     far = compare({7: {**STEP, "loss": 9.0}}, {7: found[:1]}, TIGHT, exact=True)
     assert (bool(far.difference), far.why_no_verdict) == (
-        True, "the run had trained that step with other software or code"
+        True, "the run trained that step with different software or code"
     )  # fmt: skip
 
 
@@ -155,13 +155,13 @@ EQUAL = Conditions(same_layout=True, repeats=True, built_in=True, promises_equal
     ("changes", "words"),
     [
         ({"differs": ("code.user", "env.torch")}, "code.user, env.torch differ"),
-        ({"software": {"torch": ["2.12", "2.13"]}}, "other software: torch"),
-        ({"software": {"text_hash": [None, "0a"]}}, "other software: text_hash"),
+        ({"software": {"torch": ["2.12", "2.13"]}}, "different software: torch"),
+        ({"software": {"text_hash": [None, "0a"]}}, "different software: text_hash"),
         ({"built_in": False}, "no fault was found in the checkpoint: the steps of this workload depend on something"),
         ({"built_in": False, "promises_equality": True}, "no fault was found in the checkpoint"),
         ({"built_in": False, "has_agreed": True}, "no fault was found in the checkpoint"),
         ({"built_in": False, "differs": ("env.torch",)}, "env.torch differ"),
-        ({"built_in": False, "software": {"torch": ["2.12", "2.13"]}}, "other software: torch"),
+        ({"built_in": False, "software": {"torch": ["2.12", "2.13"]}}, "different software: torch"),
         ({"same_layout": False, "dtype": "bfloat16"}, "no bound is known for bfloat16"),
         ({"same_layout": False, "experts": 4}, "no bound is known for models with experts"),
         ({"same_layout": False, "built_in": False}, "no bound is known for this model"),

@@ -113,7 +113,7 @@ def test_a_difference_beside_another_one_is_no_verdict(tested_alone: Subject, di
     ("mine", "rate", "outcome", "words"),
     [
         ({"timm": "1.0", "black": "2"}, 3e-2, Outcome.SUSPECT, "lr of step"),
-        ({"timm": "2.0"}, 3e-2, Outcome.NOT_COMPARABLE, "with other software or code: package timm 1.0 -> 2.0"),
+        ({"timm": "2.0"}, 3e-2, Outcome.NOT_COMPARABLE, "with different software or code: package timm 1.0 -> 2.0"),
         ({"timm": "2.0"}, None, Outcome.RESTORED, "steps agree"),
     ],
 )

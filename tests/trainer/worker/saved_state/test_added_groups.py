@@ -30,10 +30,10 @@ def test_other_groups_than_build_optimizer_made_are_refused_with_what_to_do(chan
     else:
         optimizer.param_groups.clear()
     with pytest.raises(
-        WorkloadError, match=r"build_optimizer made 1: .* Create all groups in build_optimizer, .*lr_scale"
+        WorkloadError, match=r"build_optimizer created 1: .* Create all groups in build_optimizer, .*lr_scale"
     ):
         values.refuse_other_groups()
-    with pytest.raises(WorkloadError, match="build_optimizer made 1"):
+    with pytest.raises(WorkloadError, match="build_optimizer created 1"):
         values.tensors()
 
 
@@ -45,7 +45,7 @@ def test_a_group_that_is_added_during_training_ends_the_run_at_once(make_run: An
     assert (answer["codes"], answer["steps"]) == ([ExitCode.NEVER_RETRY], [3 if adds_in == "validate" else 2]), (
         run.log()
     )
-    assert "AdamW has 2 parameter groups, but build_optimizer made 1" in (run.outcome(0, 1).message or "")
+    assert "AdamW has 2 parameter groups, but build_optimizer created 1" in (run.outcome(0, 1).message or "")
 
 
 @pytest.mark.multi

@@ -51,7 +51,7 @@ def test_each_rank_goes_on_where_it_stood(rank: int) -> None:
 
 def test_another_number_of_ranks_is_refused_in_words() -> None:
     ranks, tensors, _ = saved(Shuffled, 2)
-    said = r"saved on 2 data-parallel ranks and there are 3 now: .* give Shuffled a load_state_dicts\(states\)"
+    said = r"saved on 2 data-parallel ranks but there are 3 now: .* give Shuffled a load_state_dicts\(states\)"
     with pytest.raises(NotReshardable, match=said):
         restored(state_of(Shuffled(0, 3), 0, 3), ranks, tensors, 7)
 
@@ -112,7 +112,7 @@ FEWER, NEVER, SPARES_ALONE = (ClusterShape(nodes=4, min_nodes=least) for least i
 
 
 def test_a_run_that_may_have_fewer_nodes_is_refused_data_that_cannot_go_on_there() -> None:
-    said = r"cluster\.min_nodes=2: fewer nodes could not continue from the state of Shuffled, .* ~cluster\.min_nodes"
+    said = r"cluster\.min_nodes=2: with fewer nodes, training .* the state of Shuffled, .* ~cluster\.min_nodes"
     with pytest.raises(WorkloadError, match=said):
         require_resharding(with_position(Shuffled(0, 2)), FEWER)
     for data, cluster in (
@@ -129,5 +129,5 @@ def test_a_position_is_saved_as_a_plain_number(consumed: object, plain: float) -
 
 @pytest.mark.parametrize("consumed", [torch.tensor(1.5), "7", None])
 def test_a_position_that_is_no_number_is_refused_by_name(consumed: object) -> None:
-    with pytest.raises(WorkloadError, match="`consumed` of the data is .*: must be a whole number"):
+    with pytest.raises(WorkloadError, match="the data's `consumed` is .*: must be a whole number"):
         plain_position(consumed)

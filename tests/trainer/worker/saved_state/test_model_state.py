@@ -41,7 +41,7 @@ def test_a_parameter_that_is_gone_is_named() -> None:
     forms = ParameterForms(model)
     forms.refuse_changed()
     del model.weight
-    with pytest.raises(WorkloadError, match=r"^parameter weight of build_model\(\) is gone, so a restart"):
+    with pytest.raises(WorkloadError, match=r"^parameter weight from build_model\(\) is gone, so a restart"):
         forms.refuse_changed()
 
 

@@ -55,8 +55,8 @@ def test_a_part_that_is_gone_is_reported_by_name() -> None:
     assert noted.restore({}) == []
     words = noted.restore({"requires_grad": {"model.2.weight": True}, "training": {"model.5.": False}})
     assert words == [
-        "requires_grad of model.2.weight had changed, but is not in the model",
-        "training of model.5. had changed, but is not in the model",
+        "the model has no model.2.weight, whose requires_grad had changed",
+        "the model has no model.5., whose training had changed",
     ]
     assert modes(model) == modes(built())
 

@@ -306,7 +306,7 @@ def test_a_checkpoint_without_facts_loads_and_what_begins_anew_is_said() -> None
     tensors, _ = run.saved()
     again = Run(make)
     (said,) = again.restore(tensors, None)
-    assert said == ("the checkpoint has no k, lr_max of the optimizer, which start again")
+    assert said == ("the checkpoint lacks the optimizer's k, lr_max: set to initial values")
     plain = fresh(REAL["Adam"])
     plain.train(1, 4)
     assert Run(REAL["Adam"]).restore(plain.saved()[0], None) == []
@@ -317,7 +317,7 @@ def test_groups_and_absent_state_begin_anew_with_a_checkpoint_without_facts() ->
     run.optimizer.param_groups[0]["k"] = 7
     absent = [key for key in run.state.targets(None) if key.startswith("optimizer/0.bias/")]
     lost = "best, estimate, k, pair, history, nothing, step"
-    assert run.state.restore(None, absent) == [f"the checkpoint has no {lost} of the optimizer, which start again"]
+    assert run.state.restore(None, absent) == [f"the checkpoint lacks the optimizer's {lost}: set to initial values"]
     assert [group.get("k") for group in run.optimizer.param_groups] == [None, None]
     names = {parameter: name for name, parameter in run.net.named_parameters()}
     held = {names[key] for key in run.optimizer.state if key in names}
@@ -349,7 +349,7 @@ def test_state_of_the_checkpoint_that_nothing_here_is_sharded_like_is_refused() 
     state = OptimizerState(net, optim.AdamW(net.parameters()))
     state.prime()
     late = {"optimizer/weight/odd": ["float32", [2, 2], "cpu", True]}
-    with pytest.raises(WorkloadError, match=r"has optimizer/weight/odd .*, which AdamW as built now does not have"):
+    with pytest.raises(WorkloadError, match=r"has optimizer/weight/odd .*, which AdamW does not have now"):
         state.targets({"holders": {"without": []}, "late": late})
 
 

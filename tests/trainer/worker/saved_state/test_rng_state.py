@@ -36,7 +36,9 @@ def with_numpy(programs: WarmPrograms) -> dict[str, dict[str, Any]]:
 def test_every_kind_of_numpys_generator_is_seeded_and_restored(with_numpy: dict[str, dict[str, Any]]) -> None:
     found = with_numpy["others"]
     assert found.pop("large") == "the state of NumPy's Large is too large to be saved"
-    assert found.pop("unknown") == ("the checkpoint has a state of NumPy's PCG64: set_bit_generator() in build_data()")
+    assert found.pop("unknown") == (
+        "the checkpoint has the state of a NumPy PCG64: use set_bit_generator() in build_data()"
+    )
     assert len(found) == 5
     for one in found.values():
         assert one["fault"] == ""

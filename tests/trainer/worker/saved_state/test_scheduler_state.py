@@ -150,7 +150,7 @@ def test_other_groups_are_refused() -> None:
     again.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 0.1})
     facts = first.state.facts()
     again.state.targets(facts)
-    with pytest.raises(WorkloadError, match="learning rates for 2 parameter groups, the optimizer has 3"):
+    with pytest.raises(WorkloadError, match="learning rates for 2 parameter groups, but the optimizer has 3"):
         again.state.restore(facts)
 
 

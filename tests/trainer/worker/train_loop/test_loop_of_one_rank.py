@@ -266,7 +266,7 @@ def test_a_save_of_an_earlier_step_need_not_be_waited_for(one_rank: MakeRank) ->
 def test_too_many_steps_without_a_checkpoint_end_the_run(one_rank: MakeRank) -> None:
     saver = KeptSaves(commits=False)
     run = one_rank(saver, workload=own("Numbered"), checkpoint={"every": 2, "max_unsaved_steps": 4})
-    text = r"5 steps are in no committed checkpoint, the newest is of step 0 \(checkpoint.max_unsaved_steps=4\): saves"
+    text = r"5 steps are in no committed checkpoint; the newest is of step 0 \(checkpoint.max_unsaved_steps=4\): saves"
     with pytest.raises(SaveFailed, match=text):
         run.train()
     assert run.state.step == 5

@@ -161,7 +161,7 @@ def test_steps_that_only_memory_holds_count_as_unsaved() -> None:
     )
     loop: Any = Loop(config, objects, now, services)  # type: ignore[arg-type]
     loop._check_saved(700)
-    with pytest.raises(SaveFailed, match="201 steps are in no committed checkpoint, the newest is of step 500"):
+    with pytest.raises(SaveFailed, match="201 steps are in no committed checkpoint; the newest is of step 500"):
         loop._check_saved(701)
 
 

@@ -87,7 +87,7 @@ def test_losses_near_zero_that_differ_by_factors_make_no_spike_of_the_highest():
 def test_losses_around_zero_are_judged_by_their_largest_distance(losses, loss, bad):
     reason = full(losses).check(loss, 1.0)
     assert (reason is not None) == bad
-    assert reason is None or "times the largest distance of the window above" in reason
+    assert reason is None or "times the window's largest deviation above" in reason
 
 
 @pytest.mark.parametrize(("loss", "accepted"), [(0.02, True), (0.05, False)])

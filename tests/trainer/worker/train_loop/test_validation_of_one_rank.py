@@ -236,5 +236,5 @@ def test_data_of_a_users_own_holds_nothing_out():
     class Points:
         pass
 
-    with pytest.raises(WorkloadError, match="has no held-out batches.*write `validate`.*or type validation.batches=0"):
+    with pytest.raises(WorkloadError, match="has no held-out batches.*write `validate`.*or set validation.batches=0"):
         held_out_validation(objects(Points()), 3)

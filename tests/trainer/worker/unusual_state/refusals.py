@@ -118,7 +118,7 @@ for _layer, _words, _at_save in (
     (LateModule, "buffer 1.late.running_mean is in a module that was created after build_model()", True),
     (GrownParameter, "parameter 1.weight was torch.float32 of shape (2,)", True),
     (LateParameter, "parameter 1.weight was created after build_model()", True),
-    (ExpandedParameter, "several values of parameter 1.weight share one place", False),
+    (ExpandedParameter, "several values of parameter 1.weight share one memory location", False),
     (ExtraThatIsNotTakenBack, "1 (ExtraThatIsNotTakenBack) has get_extra_state() but no set_extra_state()", False),
     (ExtraObject, "extra/rank-00000:%s1 is a builtins.object", False),
     (OtherEntry, "1.secret in the model's state_dict() is a tensor", False),

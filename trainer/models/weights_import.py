@@ -145,7 +145,7 @@ def _strip_wrapper_prefixes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def plan_import(source: ImportSource, config: JobConfig, *, weights_only: bool) -> ImportPlan:
-    """Match the source with the model of the workload in `config`; raises WorkloadError if it cannot be built."""
+    """Match the source with the model of the workload in `config`. Raises WorkloadError if it cannot be built."""
     found = ImportPlan()
     model = _built_model(config)
     shared = shared_tensors(model)

@@ -39,7 +39,7 @@ class ParallelConfig(
                 section.check(self)
 
     def mesh_sizes(self, world_size: int) -> dict[str, int]:
-        """Return all sizes with defaults filled in; raises ValueError if their product is not `world_size`."""
+        """Return all sizes with defaults filled in. Raises ValueError if their product is not `world_size`."""
         data_ranks = max(1, world_size // self.ranks_per_share)
         sizes: dict[str, int] = {}
         words: list[str] = []

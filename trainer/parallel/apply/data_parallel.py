@@ -149,7 +149,7 @@ def apply(model: Any, layout: Layout, config: JobConfig) -> None:
 def apply_data_parallel(
     units: Sequence[nn.Module], model: nn.Module, layout: Layout, config: JobConfig, policy: MixedPrecisionPolicy
 ) -> None:
-    """Wrap `units` of `model`, or the units chosen by `parallel.fsdp.wrap`, then the whole model; raises CannotShard.
+    """Wrap `units` of `model`, or the units chosen by `parallel.fsdp.wrap`, then the whole model. Raises CannotShard.
 
     Replicas in float32 (DDP) stay plain modules, whose gradients `GradientSync` averages.
     """

@@ -115,7 +115,7 @@ def _shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def build(parallel: ParallelConfig, device: torch.device, rank: int, world_size: int) -> Layout:
-    """Build the meshes over the initialized world; raises ValueError unless the sizes multiply to the world size."""
+    """Build the meshes over the initialized world. Raises ValueError unless the sizes multiply to the world size."""
     sizes = parallel.mesh_sizes(world_size)
     meshes = _Meshes(device, rank, world_size)
     sequence_mesh = None
@@ -152,7 +152,7 @@ class _Meshes:
         self._alone: dist.ProcessGroup | None = None
 
     def build_mesh(self, dimensions: Mapping[str, int], own_group: str = "") -> DeviceMesh:
-        """Return a mesh of all ranks, innermost dimension last; raises ValueError if the sizes do not fit the world.
+        """Return a mesh of all ranks, innermost dimension last. Raises ValueError if the sizes do not fit the world.
 
         `own_group`: to separate traffic, this dimension gets its own group even if another has the same members.
         """

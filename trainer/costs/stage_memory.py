@@ -236,7 +236,7 @@ class _Step:
         self._forget(stage)
 
     def _input_gradient(self, stage: _StageBytes) -> None:
-        """Record the pass. In the first stage, torch 2.13 computes everything with the weight gradients instead."""
+        """Record a pass. In the first stage, torch 2.13 computes everything along with the weight gradients instead."""
         if not stage.part.is_first:
             self._bytes += stage.split + stage.boundary
             self._needs(stage.boundary if stage.part.is_last or stage.part.stage + 1 in self._stages else 0)

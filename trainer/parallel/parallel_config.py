@@ -74,7 +74,7 @@ class ParallelConfig(
         return sizes["dp_replicate"] * sizes["dp_shard"]
 
     def place_words(self, world_size: int, rank: int) -> str:
-        """Describe the place of `rank` in dimensions with several ranks; empty for plain data parallelism."""
+        """Describe the position of `rank` in dimensions with several ranks; empty for plain data parallelism."""
         sizes = self.mesh_sizes(world_size)
         words = [f"{name} {at}" for name, at in locate_rank(sizes, rank).items() if sizes[name] > 1]
         words += [place for dimension in DIMENSIONS if (place := dimension.place(rank, self))]

@@ -43,7 +43,7 @@ class SequencePart:
         return torch.cat([padded[:, number * self.chunk : (number + 1) * self.chunk] for number in self.chunks], dim=1)
 
     def select_rows(self, table: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of a table [.., length, ..] with a row per position; padding gets the last row."""
+        """Return this rank's rows of a table [.., length, ..] with one row per position; padding gets the last row."""
         places = self.positions.clamp(max=self.length - 1).to(table.device)
         return table.index_select(1, places)
 

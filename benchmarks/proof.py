@@ -2,7 +2,7 @@
 
     python -m benchmarks.proof [--again [PATH ...] | --only PATH ...]
 
-It takes hours, so an interrupted or failed run can be continued: `--again` runs the tests that have not passed yet,
+This takes hours, so an interrupted or failed run can be continued: `--again` runs the tests that have not passed yet,
 repeats those below the PATHs, and keeps the other results. `--only` runs the tests below the PATHs, and leaves all
 other results, with the dates of their runs, unchanged.
 """
@@ -42,7 +42,7 @@ Results of the long tests (`make proof`), one row per group. [proof.json](proof.
 """
 
 Result = dict[str, Any]
-"""A test's result: number of cases, how many of them passed, seconds, date, and figures by name."""
+"""A test's result: number of cases, how many of them passed, seconds, date, and figures keyed by name."""
 Case = dict[str, Any]
 """A run of a test with its parameters: id, passed, seconds, figures (name, text)."""
 
@@ -129,7 +129,7 @@ def machine() -> str:
 
 
 def results(cases: Iterable[Case]) -> dict[str, Result]:
-    """Return the results by test, adding up the cases for all its parameters."""
+    """Return the results keyed by test, adding up the cases for all of a test's parameters."""
     tests: dict[str, list[Case]] = {}
     for case in cases:
         tests.setdefault(case["id"].partition("[")[0], []).append(case)
@@ -147,7 +147,7 @@ def results(cases: Iterable[Case]) -> dict[str, Result]:
 
 
 def figures(cases: Iterable[Case]) -> dict[str, int | list[str]]:
-    """Return the figures of the cases by name: the sum of whole numbers, or a list of all other values."""
+    """Return the cases' figures keyed by name: the sum of whole numbers, or a list of all other values."""
     found: dict[str, list[str]] = {}
     for name, value in (figure for case in cases for figure in case["figures"]):
         found.setdefault(name, []).extend(value.splitlines())

@@ -165,7 +165,7 @@ def _test_window(job: BenchmarkRun) -> Window:
 
 
 def _window(processes: int, seconds: float) -> Window:
-    """Keep this many processes busy for some seconds, and return the window."""
+    """Keep this many processes busy for this many seconds, and return the window."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
     began = time.time()
     try:

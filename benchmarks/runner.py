@@ -59,12 +59,12 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Figures of one row by round, infinite for rounds without a figure; `others` are the figures of other programs."""
+    """One row's figure for each round, infinite for rounds without one; `others` are the figures of other programs."""
 
     values: Sequence[float]
     others: Mapping[str, Sequence[float]] = field(default_factory=dict)
     measured: Mapping[str, float] = field(default_factory=dict)
-    """Seconds or counts behind the figure, by name."""
+    """Seconds or counts behind the figure, keyed by name."""
     measured_unit: str = "s"
     demands: Sequence[str] = ()
     """Further conditions that the row does not meet."""

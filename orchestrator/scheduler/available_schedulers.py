@@ -33,7 +33,7 @@ class SchedulerFactory:
 
 
 class _Factories(dict[str, SchedulerFactory]):
-    """Factories by kind; an unknown kind, such as that of a run submitted by a newer orch, raises Precondition."""
+    """Factories keyed by kind. An unknown kind, such as one from a run of a newer orch, raises Precondition."""
 
     def __missing__(self, kind: str) -> SchedulerFactory:
         raise Precondition(
@@ -58,7 +58,7 @@ FACTORIES = _Factories(
         LOCAL: SchedulerFactory(is_here=lambda: True, make=LocalScheduler, instance=LocalInstance, check=check),
     }
 )
-"""Factories by kind, in the order in which `auto` prefers them."""
+"""Factories keyed by kind, in the order in which `auto` prefers them."""
 
 
 def kinds() -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from orchestrator.scheduler.job_environment import Submitter
 
 
 class Backoff:
-    """Pauses between retries, kept by key. The first lasts `first` seconds, and each later one twice the last.
+    """Pauses between retries, for each key. Each pause is twice as long as the last, starting with `first` seconds.
 
     No pause is longer than `longest`.
     """
@@ -218,6 +218,6 @@ def find_name_and_comment(text: str) -> tuple[str, str]:
 
 
 def is_marked(job: JobStatus, name_prefix: str, known: Collection[str]) -> bool:
-    """Return whether this may be an orch job submitted under a name with this prefix; ids in `known` always are."""
+    """Return whether this may be an orch job submitted under a name with this prefix; any id in `known` counts."""
     named = job.job_id in known or job.name.startswith(name_prefix)
     return named or any(tag.matches(name_prefix) for tag in tags(job))

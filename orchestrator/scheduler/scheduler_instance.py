@@ -28,7 +28,7 @@ CommandRunner = Callable[[list[str]], CompletedProcess[str]]
 
 
 def local_instance() -> str:
-    """Return the instance of local jobs, which differs by host."""
+    """Return the instance of local jobs, which differs from host to host."""
     return f"{LOCAL}@{socket.gethostname()}"
 
 
@@ -71,7 +71,7 @@ class Instance(Protocol):
     silence: str
 
     def __call__(self) -> str:
-        """Return the scheduler's name, or "" without an answer. That never means a different scheduler."""
+        """Return the scheduler's name, or "" if it did not answer, which never means a different scheduler."""
 
 
 class SlurmInstance:

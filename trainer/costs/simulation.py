@@ -63,7 +63,7 @@ def formula(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class RankSeconds:
-    """Times of one pipeline rank in one step, in seconds; the mappings are by stage."""
+    """Times of one pipeline rank in one step, in seconds; the mappings are keyed by stage."""
 
     span: float
     """Time from the start of the step to the end of the rank's last computation."""

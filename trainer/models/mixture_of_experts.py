@@ -96,7 +96,7 @@ def compute_here(rows: torch.Tensor, load: torch.Tensor, experts: Experts) -> to
 
 
 class MixtureOfExperts(nn.Module):
-    """Layer that computes each token with a few experts; no token is dropped."""
+    """Layer in which a few experts process each token; no token is dropped."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

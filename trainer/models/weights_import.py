@@ -46,13 +46,13 @@ class ImportSource:
     model: ExternalTensors
     optimizer: Mapping[str, Tensor] = field(default_factory=dict)
     more: Mapping[str, Tensor] = field(default_factory=dict)
-    """Optimizer tensors that do not belong to a parameter, by key."""
+    """Optimizer tensors that do not belong to a parameter, by their keys."""
     step: int = 0
     facts: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] | None = None
     """Hugging Face's `config.json`."""
     fingerprints: Mapping[str, str] = field(default_factory=dict)
-    """Fingerprints recorded at export, by name."""
+    """Fingerprints recorded at export, keyed by name."""
 
 
 @dataclass(kw_only=True)
@@ -280,5 +280,5 @@ def _rank_state(source: ImportSource) -> list[dict[str, Any]]:
 
 
 def overrides(complaints: list[tuple[str, str]]) -> Iterator[str]:
-    """Yield each override that fixes a complaint, once."""
+    """Yield the overrides that fix the complaints, without duplicates."""
     yield from dict.fromkeys(fix for _, fix in complaints if fix)

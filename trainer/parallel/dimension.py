@@ -103,7 +103,7 @@ def mesh_coordinates(sizes: Sequence[int], rank: int) -> tuple[int, ...]:
 
 
 def locate_rank(sizes: Mapping[str, int], rank: int) -> dict[str, int]:
-    """Return the index of `rank` in each dimension of a mesh, by name."""
+    """Return the index of `rank` in each dimension of a mesh, keyed by name."""
     return dict(zip(sizes, mesh_coordinates(tuple(sizes.values()), rank), strict=True))
 
 

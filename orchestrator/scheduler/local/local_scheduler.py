@@ -196,7 +196,7 @@ def _is_same_process(host: JobProcess) -> bool:
 
 
 def marked_processes(name: str) -> list[int]:
-    """Return the job's live processes, found by the mark in their environment, except the calling process."""
+    """Return the job's live processes, found by the mark in their environment, other than the calling process."""
     wanted = f"{MARK}={name}".encode()
     found = []
     for entry in os.listdir("/proc"):

@@ -17,7 +17,7 @@ TOKEN = "SLURM_JWT"  # noqa: S105  # the name of the variable
 
 @dataclass(frozen=True, kw_only=True)
 class ClientEnvironment:
-    """Slurm selection of a process's environment; `token` is the digest of its TOKEN, or empty."""
+    """The Slurm that a process's environment selects; `token` is the digest of its TOKEN, or empty."""
 
     variables: dict[str, str] = field(default_factory=dict)
     sbatch: str = ""  # path of sbatch; empty: not on PATH

@@ -215,8 +215,8 @@ DOWN = frozenset({"DOWN", "FAIL", "FAILING"})
 OUT_OF_SERVICE = DOWN | {"DRAINED", "DRAINING", "INVAL", "MAINT", "REBOOT"}
 """INVAL: the node came back with fewer resources than configured, for example without one of its GPUs."""
 _NODE_MARKS = "+*~#!%$@^-"
-"""Suffixes of a node state: not responding (*), power saving (~#!%), in a maintenance reservation ($), or pending
-reboot (@^) or planned job (-)."""
+"""Suffixes of a node state: not responding (*), power saving (~#!%), in a maintenance reservation ($), about to
+reboot (@^), or planned for a job (-)."""
 
 
 def read_node_states(text: str, asked: frozenset[str], wanted: frozenset[str]) -> frozenset[str]:

@@ -58,7 +58,7 @@ REFUSALS = (
         "resource limit exceeded", "i/o error writing script", "slurm internal error", "job credential",
         "incompatible versions", "plugin initialization failed", "unable to open file",
     )),
-    # For a valid job, an unreachable directory or slurmdbd causes these; in a new run they are typos.
+    # For a valid job, these mean an unreachable directory or slurmdbd; in a new run, they mean a typo.
     RefusalRule(Retryable.ONCE_ACCEPTED, _ACCOUNT, (
         r"invalid (account|qos|wckey)", "user's group not permitted", "permission denied", "access denied",
         r"invalid (user|group) id",

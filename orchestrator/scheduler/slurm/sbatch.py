@@ -233,7 +233,7 @@ def explain_rejection(error: SubmitRejected, resources: Resources) -> SubmitReje
 
 
 def _name_unknown_nodes(error: SubmitRejected, resources: Resources) -> SubmitRejected:
-    """Add the unknown nodes to a refusal; nodes that orch itself avoided make it retryable."""
+    """Add the unknown nodes to a refusal, which is retryable if orch itself avoided them."""
     done = run_command(["sinfo", "-h", "-a", "-N", "-o", "%N"])
     here = set(done.stdout.split()) if done.returncode == 0 else set()
     excluded = {name for text in resources.exclude for name in expand_nodes(text)}

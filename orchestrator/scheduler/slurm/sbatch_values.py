@@ -132,7 +132,7 @@ def _check_format(key: str, text: str, form: ValueFormat) -> str:
 
 
 def check_field(key: str, value: object, field: str) -> str:
-    """Return a valid value of a known field (see `_FIELDS`). Raises ConfigError that names `key` and the remedy."""
+    """Return a valid value of a known field (see `_FIELDS`). Raises a ConfigError that names `key` and the remedy."""
     return _check_format(key, _plain(key, value), _FIELDS[field])
 
 

@@ -152,7 +152,7 @@ class SlurmScheduler:
         return Listing([self._with_script_tag(job) for job in jobs], whole)
 
     def _with_script_tag(self, job: JobStatus) -> JobStatus:
-        """Read the job's tag from its script if it has no other tag: ids are reused after a crash."""
+        """Read the job's tag from its script if it has no other tag, because ids are reused after a crash."""
         if job.state in _OVER or job.state == UNREADABLE or tags(job):
             return job
         key = job.job_id, job.submit_time

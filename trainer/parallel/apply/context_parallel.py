@@ -1,6 +1,7 @@
 """Context parallelism: sequence parts, Ulysses and ring attention.
 
-Queries are [batch, heads, queries, width]; keys and values are [batch, heads, keys, width], with as many heads.
+Queries are [batch, heads, queries, width]; keys and values are [batch, heads, keys, width], with the same number of
+heads.
 
 Ulysses: before attention every rank has some tokens of all heads; an all-to-all gives it all tokens of some heads, and
 another all-to-all returns the results.

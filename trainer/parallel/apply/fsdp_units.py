@@ -87,7 +87,7 @@ def _module(function: Any) -> nn.Module | None:
 CLASSES = "_classes_of_whole_model"
 """Attribute of a model part that has the class names of all modules in the whole model."""
 Places = Mapping[int, list[str]]
-"""All names of each parameter, by id; tied parameters have several."""
+"""All names of each parameter, keyed by id; tied parameters have several."""
 
 
 class CannotShard(ValueError):
@@ -135,7 +135,7 @@ def _large_units(closed: Sequence[nn.Module], least: int) -> list[nn.Module]:
 
 
 def _inner_first(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield callable modules by name, without the model itself, inner modules first, in order of creation."""
+    """Yield callable modules with their names, except the model itself: inner modules first, in order of creation."""
     for name, child in model.named_children():
         yield from ((f"{name}.{inner}", module) for inner, module in _inner_first(child))
         if not isinstance(child, nn.ModuleList | nn.ModuleDict):
@@ -162,7 +162,7 @@ def fsdp_units(model: nn.Module) -> list[nn.Module]:
 
 
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield children by name; lists are replaced by their members, recursively."""
+    """Yield children with their names; lists are recursively replaced by their members."""
     for name, child in module.named_children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from ((f"{name}.{key}", member) for key, member in _children(child))

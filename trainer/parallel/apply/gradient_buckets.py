@@ -42,7 +42,7 @@ class GradientFacts:
 
 
 def usage_mark(parameters: Iterable[torch.Tensor]) -> int:
-    """Return a checksum of the parameters without gradients, at most 2**16; 0 if all have gradients.
+    """Return a checksum of the parameters without gradients, at most 2**16, or 0 if all have gradients.
 
     Without this check, ranks that use different parameters of equal shapes would average the wrong gradients.
     """
@@ -291,7 +291,7 @@ def mark_replica(model: nn.Module) -> None:
 
 
 def replicated_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of all marked modules within `model`, by their names in it."""
+    """Return the parameters of all marked modules within `model`, keyed by their names in `model`."""
     members = {
         id(parameter) for module in model.modules() if vars(module).get(_MARK) for parameter in module.parameters()
     }

@@ -237,7 +237,8 @@ class Pipeline:
     def step(self, batches: Sequence[torch.Tensor], *, factor: float = 1.0, scale: float = 1.0) -> torch.Tensor:
         """Compute gradients of the mean loss of `batches`, times `factor` and `scale`.
 
-        Each batch is [sequences, seq_len + 1]. Returns the mean loss times `factor`, zero without the last stage.
+        Each batch is [sequences, seq_len + 1]. Returns the mean loss times `factor`, or zero on a rank without the last
+        stage.
         """
         self._factor, self._scale = factor, scale
         return self._run(self._all, batches)

@@ -100,7 +100,7 @@ class Messages:
         return sum(wait.activity is activity for wait in self._posted)
 
     def send(self, send: Watched, tensor: torch.Tensor, target: int, wait: Watched) -> None:
-        """Start sending to the group's rank `target`; `wait`: moment that waits for it at the end of the step."""
+        """Start sending to the group's rank `target`; `wait` is the moment that waits for it at the end of the step."""
         with send:
             if self.may_send():
                 self.sent_bytes += tensor.nbytes
@@ -198,9 +198,9 @@ class LocalStage:
         self._gathers: list[Any] = []
         self._keeps_gradients = False
         self.outputs: dict[int, torch.Tensor] = {}
-        """Outputs by micro-batch, from its forward pass to its backward pass; the last stage stores losses."""
+        """Outputs keyed by micro-batch, kept from its forward to its backward pass; the last stage stores losses."""
         self.gradients: dict[int, torch.Tensor] = {}
-        """Gradients of the previous stage's outputs by micro-batch, until they are sent back."""
+        """Gradients of the previous stage's outputs, keyed by micro-batch, until they are sent back."""
         self._inputs: dict[int, torch.Tensor] = {}
         self._half_done: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Any]] = {}
 
@@ -281,7 +281,7 @@ class LocalStage:
             self._keeps_gradients = False
 
     def clear(self) -> None:
-        """Clear the data of an evaluation."""
+        """Clear an evaluation's data."""
         self.outputs.clear()
         self.gradients.clear()
         self._inputs.clear()

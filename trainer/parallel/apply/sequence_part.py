@@ -1,4 +1,4 @@
-"""Shared sequences: the part of each sequence on a rank, and the interface of attention over all parts."""
+"""Shared sequences: the part of each sequence on a rank, and the interface for attention over all parts."""
 
 from dataclasses import dataclass
 from functools import cached_property

@@ -138,7 +138,7 @@ class ScaleBenchmark:
         return answer
 
     async def _next_event(self, kind: EventKind, seconds: float, *, required: bool = True) -> Event | None:
-        """Return the next event of this kind after the last returned one. Raises RuntimeError if it is required."""
+        """Return the next unseen event of this kind. Raises RuntimeError if there is none and one is required."""
         give_up = time.monotonic() + seconds
         events: list[Event] = []
         while time.monotonic() < give_up and not self._coordinator.done():

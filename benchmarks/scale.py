@@ -138,7 +138,7 @@ class ScaleBenchmark:
         return answer
 
     async def _next_event(self, kind: EventKind, seconds: float, *, required: bool = True) -> Event | None:
-        """Return the next unseen event of this kind. Raises RuntimeError if there is none and one is required."""
+        """Return the next such event. Raises RuntimeError if a required one is missing or the coordinator ended."""
         give_up = time.monotonic() + seconds
         events: list[Event] = []
         while time.monotonic() < give_up and not self._coordinator.done():

@@ -1,1 +1,1 @@
-"""Benchmarks: ratios to a limit or a peer in the same run, including the rows that lose."""
+"""Benchmarks: ratios to a limit or another program in the same run, including the rows where orch loses."""

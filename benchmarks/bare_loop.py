@@ -1,12 +1,12 @@
-"""A rank of a bare loop around orch's model and data, without monitoring.
+"""One rank of a bare training loop with orch's model and data, without monitoring.
 
     RANK=... WORLD_SIZE=... MASTER_ADDR=... MASTER_PORT=...
         python -m benchmarks.bare_loop RUN_FOLDER FOLDER STRATEGY
 
-With a STRATEGY of torch's own (a key of `WRAPPED`, or `pp`) it has the usual parts of a loop: micro-batches, clipping
-by torch's function, a scheduled learning rate, AdamW, and the mean loss of the step over all ranks, read one step
-later. With `same` it has the product's parallelism, reductions and deterministic kernels. It has no agent, cell,
-stopwatch, metrics, saver or agreement. Each step writes a line to FOLDER/rank-N.jsonl, {time, step, pid}.
+If STRATEGY is one of torch's own (a key of `WRAPPED`, or `pp`), the loop has the usual parts: micro-batches, torch's
+gradient clipping, a learning-rate schedule, AdamW, and the step's mean loss over all ranks, read one step later. With
+`same`, it has the product's parallelism, reductions and deterministic kernels. The loop has no agent, cell, stopwatch,
+metrics, saver or agreement. Each step writes a line to FOLDER/rank-N.jsonl, {time, step, pid}.
 """
 
 import os
@@ -67,7 +67,7 @@ WRAPPED: dict[str, Callable[[Llama, DeviceMesh], nn.Module]] = {
 
 
 class BareWholePasses:
-    """Passes of ranks that have all layers, or a part of each layer."""
+    """Passes on ranks that have all layers, or a part of each layer."""
 
     def __init__(self, config: JobConfig, mesh: DeviceMesh, strategy: str) -> None:
         bare = workload.build(config).build_model()
@@ -79,7 +79,7 @@ class BareWholePasses:
             bare.materialize(_CPU, config.train.seed)
 
     def gradients(self, batches: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Compute gradients; return the mean loss of the step on this rank."""
+        """Compute gradients, and return this rank's mean loss for the step."""
         total = torch.zeros(())
         for batch in batches:
             loss = self.model(batch[:, :-1], batch[:, 1:]) / len(batches)
@@ -88,14 +88,14 @@ class BareWholePasses:
         return total
 
     def end_step(self, total: torch.Tensor, max_norm: float) -> torch.Tensor:
-        """Clip by the norm of all gradients; return the mean loss of all ranks."""
+        """Clip by the norm of all gradients, and return the mean loss over all ranks."""
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
         dist.all_reduce(total)
         return total / dist.get_world_size()
 
 
 class BareStagedPasses:
-    """Passes of torch's own pipeline, with one stage of orch's layers on each rank; shapes are known."""
+    """Passes through torch's own pipeline, with one stage of orch's layers on each rank and shapes known in advance."""
 
     def __init__(self, config: JobConfig, mesh: DeviceMesh) -> None:
         part = split_model(config.parallel.pipeline, config.model, config.train).parts[mesh.get_rank()]
@@ -115,7 +115,7 @@ class BareStagedPasses:
         self._schedule = Schedule1F1B(stage, self._count, loss_fn=lambda loss, _: loss)
 
     def gradients(self, batches: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Compute gradients; return the mean loss of the step, zero except on the last rank."""
+        """Compute gradients, and return the step's mean loss, which is zero except on the last rank."""
         tokens = torch.cat(list(batches))
         losses: list[torch.Tensor] = []
         args = (tokens[:, :-1],) if self._part.is_first else ()
@@ -126,7 +126,7 @@ class BareStagedPasses:
         return torch.stack(losses).sum().detach() / self._count if losses else torch.zeros(())
 
     def end_step(self, total: torch.Tensor, max_norm: float) -> torch.Tensor:
-        """Clip by the norm over all stages, whose squares are summed together with the loss; return the step's loss."""
+        """Clip by the norm over all stages, and return the step's loss; a single reduction sums both."""
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         sums = torch.stack([nn.utils.get_total_norm(gradients).square(), total])
         dist.all_reduce(sums)

@@ -5,8 +5,8 @@
 Every row runs in its own process, with its sides interleaved, and is compared with a limit measured in the same
 process: memcpy, raw reads, raw writes. The figure is ours / limit if lower is better, else limit / ours. The other
 programs compared are torch's distributed checkpoints in their best configuration and torch.save. State sets: BIG
-(64 x 4 MiB) and SMALL (4000 x 64 KiB). Run it on an otherwise idle machine; other numbers are meaningless. Exit code 1
-if a row misses its must or fails.
+(64 x 4 MiB) and SMALL (4000 x 64 KiB). Run it on an otherwise idle machine, or the numbers are meaningless. The exit
+code is 1 if a row misses its must or fails.
 """
 
 import argparse
@@ -29,13 +29,13 @@ _LOAD = (
     "arrived: a seventh of the time on this machine"
 )
 _PLANNED = "locating 4000 tensors takes 40 ms of Python on one of the two cores that read and digest"
-_CACHED = "the bytes are in the page cache, where reading is one memcpy: the copy into the tensors is a second one"
+_CACHED = "the bytes are in the page cache, where reading is one memcpy; the copy into the tensors is a second one"
 REASONS = {
-    "stall-block-small": "4000 copies of 64 KiB cost 4 to 5 ms more than one of all their bytes, of 13 on a quiet "
-    "machine (1.43); they suffer first when others compete for memory",
-    "trainer-rate": "256 MiB are read twice more during the steps, for digests and for fingerprints: with two cores "
-    "that share a cache and a memory, digests alone cost about a tenth of the rate, fingerprints as much again; the "
-    "same loss spread over a longer save would look better and cost as much",
+    "stall-block-small": "4000 copies of 64 KiB cost 4 to 5 ms more than one copy of all their bytes, out of 13 ms on "
+    "a quiet machine (1.43); they suffer first when other processes compete for memory",
+    "trainer-rate": "256 MiB is read two more times during the steps, for digests and for fingerprints: with two cores "
+    "that share a cache and memory, digests alone cost about a tenth of the rate, fingerprints as much again; the "
+    "same loss spread over a longer save would look better and cost just as much",
     "save-big": _SAVE,
     "save-small": _SAVE,
     "load-cold-big": _LOAD,

@@ -28,7 +28,7 @@ LAYOUTS: dict[str, tuple[tuple[int, Placement], tuple[int, Placement]]] = {
     "columns-back": ((4, Shard(1)), (2, Shard(0))),
     "replicated": ((4, Replicate()), (4, Replicate())),
 }
-"""Number of ranks and placement, at the save and at the load."""
+"""Number of ranks and placement, when saving and when loading."""
 _TENSORS, _SIDE = 64, 1024
 
 
@@ -80,7 +80,7 @@ def _measure_load(checkpointer: Checkpointer, folder: Path, number: int, placeme
     assert restored is not None
     exact = all(torch.equal(_local(target[key]), _local(wanted[key])) for key in wanted)
     (place,) = (folder / "ranks").glob("step-*")
-    # Each rank loads alone, because dcp.load would share only the planning, not the reads.
+    # Each rank loads on its own, because dcp.load would share only the planning, not the reads.
     dcp_loader.load(target, checkpoint_id=place, no_dist=True)
     needed = sum(_local(tensor).nbytes for tensor in target.values())
     return {

@@ -1,6 +1,7 @@
 """Measurements of the checkpoint table, each in its own process: `python -m benchmarks.checkpoint_rows NAME JSON`.
 
-Every function takes folder, rounds and scale (the share of the full state sets), then its row's arguments.
+Every function takes a folder, a number of rounds and a scale (the share of the full state sets), then its row's
+arguments.
 """
 
 import math
@@ -32,12 +33,12 @@ Times = Mapping[str, Sequence[float]]
 
 
 def limit_of(times: Times) -> float:
-    """Return the lowest median of the limits; some rows measure their limit in several ways."""
+    """Return the lowest median among the limits, because some rows measure their limit in several ways."""
     return min(statistics.median(found) for name, found in times.items() if name.startswith(LIMIT))
 
 
 def compare(times: Times, *, at_least: bool = False, **rest: Any) -> Result:
-    """Return ours and every other side as a ratio to the limit: time / limit, or limit / time if `at_least`."""
+    """Return the ratio of every side to the limit: time / limit, or limit / time if `at_least`."""
     limit = limit_of(times)
     ratios = {
         name: [limit / seconds if at_least else seconds / limit for seconds in found]
@@ -51,7 +52,7 @@ def compare(times: Times, *, at_least: bool = False, **rest: Any) -> Result:
     )  # fmt: skip
 
 
-# -- stall of a save
+# -- save stalls
 
 
 def stall_block(folder: Path, rounds: int, scale: float, set_name: str) -> Result:
@@ -67,7 +68,7 @@ def stall_block(folder: Path, rounds: int, scale: float, set_name: str) -> Resul
 
 
 def stall_lazy(folder: Path, rounds: int, scale: float, set_name: str) -> Result:
-    """Measure the call and the wait before the optimizer, with passes as long as several memcpys between them."""
+    """Measure the save call and the wait before the optimizer step, with passes several memcpys long in between."""
     state = BenchmarkState.from_set(set_name, scale)
     ours = Ours(folder / "ours", state, mode="lazy")
     copy = sides.memcpy_side(state.nbytes)
@@ -106,7 +107,7 @@ def stall_lazy(folder: Path, rounds: int, scale: float, set_name: str) -> Result
         times = interleave(compared, rounds)
     ours.close()
     slower = statistics.median(lengths) / min(training.run() for _ in range(5)) - 1
-    return compare(times, notes=[f"the passes between took {slower:+.0%} of their time alone"])
+    return compare(times, notes=[f"time of the passes in between, compared with running alone: {slower:+.0%}"])
 
 
 # -- training while a save is written
@@ -115,14 +116,14 @@ _SAVES = 3
 
 
 class Pass(NamedTuple):
-    """Several saves in sequence, and the number of steps during them."""
+    """Duration of several consecutive saves, and the number of training steps during them."""
 
     seconds: float
     steps: int
 
 
 def rate_while_saving(folder: Path, rounds: int, scale: float) -> Result:
-    """Measure seconds per step during back-to-back saves, without their stalls, which have separate rows."""
+    """Measure seconds per step during back-to-back saves, excluding their stalls, which have separate rows."""
     state, step = BenchmarkState.from_set("SMALL", scale), _training_step()
     ours = Ours(folder / "ours", state)
     passes: dict[str, list[Pass]] = {}
@@ -242,7 +243,7 @@ def first_save(folder: Path, rounds: int, scale: float, set_name: str) -> Result
 
 
 def saves_of_process(folder: Path, scale: float, side: str, set_name: str) -> list[float]:
-    """Return the seconds of the first save of this process and of five more."""
+    """Return how long this process's first save and five more take, in seconds."""
     state = BenchmarkState.from_set(set_name, scale)
     if side == OURS:
         ours = Ours(folder / "first", state)
@@ -256,7 +257,7 @@ def saves_of_process(folder: Path, scale: float, side: str, set_name: str) -> li
 
 
 def descriptors(folder: Path, rounds: int, scale: float) -> Result:
-    """Measure the peak number of descriptors that saves open, under `ulimit -n 256`."""
+    """Measure the peak number of descriptors open during saves, under `ulimit -n 256`."""
     _soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
     state = BenchmarkState.from_set("SMALL", scale)
@@ -333,7 +334,7 @@ def load(folder: Path, rounds: int, scale: float, set_name: str, cold: bool) -> 
     """Measure loads with the same layout; every side fills resident memory of the state's size."""
     state = BenchmarkState.from_set(set_name, scale)
     place = Ours.save_once(folder / "ours", state)
-    # A new generation, because the saving one also holds the state in memory.
+    # A new generation, because the one that saved also holds the state in memory.
     ours = Ours(place.parent, state.blank())
     files, target, whole = sides.checkpoint_files(place), state.blank().tensors, folder / "torch.pt"
     torch.save(state.tensors, whole)

@@ -34,10 +34,10 @@ from checkpointing.tiers.catalog import Owner
 from checkpointing.tiers.tier import RunTiers
 
 BLOCK = 8 << 20
-"""Bytes of one write or read, as in the engine's chunks."""
+"""Bytes per write or read, as in the engine's chunks."""
 CORES = len(os.sched_getaffinity(0))
 Side = Callable[[], float]
-"""Function that performs a task once and returns its seconds, without setup and cleanup."""
+"""Function that performs a task once and returns how many seconds it took, excluding setup and cleanup."""
 
 # -- states
 
@@ -54,14 +54,14 @@ class BenchmarkState:
 
     @classmethod
     def from_set(cls, set_name: str, scale: float) -> "BenchmarkState":
-        """Create the share `scale` of the tensors of BIG (64 x 4 MiB) or SMALL (4000 x 64 KiB)."""
+        """Create a fraction `scale` of the tensors in BIG (64 x 4 MiB) or SMALL (4000 x 64 KiB)."""
         number, words = _WORDS[set_name]
         draw = torch.Generator().manual_seed(number)
         names = (kind.format(f"layers.{index:05d}.weight") for index in count() for kind in _KINDS)
         return cls({key: torch.randn(words, generator=draw) for key in islice(names, max(3, int(number * scale)))})
 
     def next_step(self) -> int:
-        """Advance one step: a value of every tensor changes, and so does its digest."""
+        """Advance one step: a value in every tensor changes, and so does the tensor's digest."""
         with torch.no_grad():
             torch._foreach_add_([tensor[:1] for tensor in self.tensors.values()], 0.001)
         return next(self._steps)
@@ -77,7 +77,7 @@ class BenchmarkState:
 
 
 def drop(files: Iterable[Path]) -> None:
-    """Drop `files` from the page cache; raises RuntimeError if the kernel keeps more than 1 %."""
+    """Drop `files` from the page cache. Raises RuntimeError if the kernel keeps more than 1 %."""
     for path in files:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -100,7 +100,7 @@ def warm(files: Iterable[Path]) -> None:
 
 
 def resident_share(descriptor: int) -> float:
-    """Return the share of a file's pages in the page cache; 0 for less than a page, which is not conclusive."""
+    """Return the share of a file's pages that are in the page cache; 0 for a file below one page says nothing."""
     size = os.fstat(descriptor).st_size
     if size < mmap.PAGESIZE:
         return 0.0
@@ -115,11 +115,11 @@ def resident_share(descriptor: int) -> float:
     return sum(page & 1 for page in pages) / len(pages)
 
 
-# -- limits of the machine
+# -- the machine's limits
 
 
 def room(nbytes: int, *, shared: bool = False) -> memoryview:
-    """Return page-aligned memory with resident pages; `shared` makes it like the engine's arena: memfd, huge pages."""
+    """Return page-aligned memory with resident pages; `shared`: as in the engine's arena, a memfd with huge pages."""
     if not shared:
         view = memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     else:
@@ -149,7 +149,7 @@ def memcpy_side(nbytes: int) -> Side:
 
 
 def _in_threads(threads: int, act: Callable[[int], None]) -> None:
-    """Run `act(0)` to `act(threads - 1)`, a single one in this thread."""
+    """Run `act(0)` to `act(threads - 1)` in parallel; a single call runs in this thread."""
     if threads == 1:
         act(0)
         return
@@ -158,7 +158,7 @@ def _in_threads(threads: int, act: Callable[[int], None]) -> None:
 
 
 def raw_write(view: memoryview, folder: Path, *, threads: int = 1) -> float:
-    """Return the seconds to write `view` to a new file and wait for the disk, with O_DIRECT if supported."""
+    """Return how many seconds it takes to write `view` to a new file on disk, with O_DIRECT if supported."""
     path = folder / "raw-write"
 
     def write(number: int) -> None:
@@ -184,7 +184,7 @@ def raw_write(view: memoryview, folder: Path, *, threads: int = 1) -> float:
 
 
 def raw_reads(files: Sequence[Path], target: memoryview, *, cold: bool) -> dict[str, Side]:
-    """Return the sides that read at the limit: warm through the page cache, cold also with O_DIRECT."""
+    """Return the sides that measure the read limit; if `cold`, one of them also bypasses the page cache (O_DIRECT)."""
     ways: dict[str, Side] = {LIMIT: lambda: raw_read(files, target, threads=CORES, cold=cold)}
     if cold:
         ways[f"{LIMIT}, O_DIRECT"] = lambda: raw_read(files, target, threads=CORES, cold=cold, direct=True)
@@ -192,7 +192,7 @@ def raw_reads(files: Sequence[Path], target: memoryview, *, cold: bool) -> dict[
 
 
 def raw_read(files: Sequence[Path], target: memoryview, *, threads: int, cold: bool, direct: bool = False) -> float:
-    """Return the seconds to read `files` in sequence into `target`, with `threads` threads.
+    """Return how many seconds it takes to read `files` in sequence into `target`, with `threads` threads.
 
     `target` may be smaller than the files; it is then refilled repeatedly, like a verifier's memory.
     """
@@ -231,7 +231,7 @@ def _open(path: Path, flags: int, *, direct: bool = True) -> int:
 
 
 class SaveTimes(NamedTuple):
-    """Seconds of one save: training paused for `stall`; `written` is the time from then to COMMIT, `whole` the sum."""
+    """Seconds of one save: training pauses for `stall`, COMMIT follows `written` later, and `whole` is the sum."""
 
     stall: float
     written: float
@@ -264,7 +264,7 @@ class Ours:
         self.events.append((time.perf_counter(), kind, data))
 
     def save(self) -> SaveTimes:
-        """Save once in block mode, and wait for the commit and the deletion of old checkpoints; raises RuntimeError."""
+        """Save once in block mode, and wait for the commit and the removal of old checkpoints. Raises RuntimeError."""
         step = self.state.next_step()
         start = time.perf_counter()
         self.checkpointer.save(step, self.state.tensors, {})
@@ -277,7 +277,7 @@ class Ours:
         return any(kind == "checkpoint.committed" and data["step"] == step for _, kind, data in self.events)
 
     def commit_of(self, step: int) -> tuple[float, str]:
-        """Return the commit time and name of `step`; raises RuntimeError if it was not committed.
+        """Return the commit time and name of `step`. Raises RuntimeError if it was not committed.
 
         The time is the event's, so that the later deletion of older checkpoints does not count.
         """
@@ -309,7 +309,7 @@ DCP_KINDS = {
 
 
 class Dcp:
-    """Repeated `dcp.async_save` of one state set."""
+    """Repeated `dcp.async_save` calls for one state set."""
 
     def __init__(self, folder: Path, state: BenchmarkState, kind: str) -> None:
         self._folder, self._state = folder / kind.replace(" ", "-"), state
@@ -351,7 +351,7 @@ class Dcp:
 
 @contextmanager
 def opened_dcps(folder: Path, state: BenchmarkState, *kinds: str) -> Iterator[dict[str, Dcp]]:
-    """Open DCP in these modes, within a gloo group of this process only, which DCP's process mode requires."""
+    """Open DCP in these modes, within a gloo group of only this process, which DCP's process mode requires."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting-{os.getpid()}", rank=0, world_size=1)
     try:
         dcps = {kind: Dcp(folder, state, kind) for kind in kinds}
@@ -363,7 +363,7 @@ def opened_dcps(folder: Path, state: BenchmarkState, *kinds: str) -> Iterator[di
 
 
 def dcp_save(tensors: dict[str, Tensor], place: Path, *, threads: int) -> float:
-    """Return the seconds of a durable, blocking `dcp.save`."""
+    """Return how many seconds a durable, blocking `dcp.save` takes."""
     start = time.perf_counter()
     dcp.save(tensors, storage_writer=FileSystemWriter(place, thread_count=threads, sync_files=True), no_dist=True)
     seconds = time.perf_counter() - start
@@ -372,7 +372,7 @@ def dcp_save(tensors: dict[str, Tensor], place: Path, *, threads: int) -> float:
 
 
 def torch_save(tensors: dict[str, Tensor], path: Path) -> float:
-    """Return the seconds of `torch.save` and fsync."""
+    """Return how many seconds `torch.save` and fsync take."""
     start = time.perf_counter()
     with path.open("wb") as stream:
         torch.save(tensors, stream)
@@ -384,7 +384,7 @@ def torch_save(tensors: dict[str, Tensor], path: Path) -> float:
 
 
 def replace_numpy_conversions() -> None:
-    """Replace the two conversions of torch that need NumPy; their cost is equal to within microseconds."""
+    """Replace torch's two conversions that need NumPy; the replacements cost the same to within microseconds."""
 
     def pack(value: Any, device: torch.device, _group: Any) -> tuple[Tensor, Tensor]:
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
@@ -397,7 +397,7 @@ def replace_numpy_conversions() -> None:
 
 
 class SavePasses:
-    """Matrix products in one thread that take about `seconds`, like a forward and backward pass."""
+    """Matrix products in one thread that take about `seconds`, as a stand-in for a forward and backward pass."""
 
     def __init__(self, seconds: float) -> None:
         self._left, self._right = torch.randn(256, 512), torch.randn(512, 512)

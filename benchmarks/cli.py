@@ -1,9 +1,9 @@
-"""Time of `orch --help` and `orch status` with 10,000 runs in the registry, compared with their limits.
+"""Times of `orch --help` and `orch status` with 10,000 runs in the registry, compared with their limits.
 
     python -m benchmarks.cli [--runs 10000] [--rounds 9] [--rows PATTERN,...] [--json] [--list]
 
-Each command is started as a user starts it, in turn with a bare `python -c pass`, whose time is the lower bound of any
-Python program. The median of the rounds counts. Exit code 1 if a limit is exceeded.
+Each command is started as a user starts it, alternating with a bare `python -c pass`, whose time is the lower bound for
+any Python program. The figure is the median over the rounds. The exit code is 1 if a limit is exceeded.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def _insert(connection: sqlite3.Connection, table: str, row: Mapping[str, Any]) 
 
 
 def measure(rows: Sequence[Row], options: argparse.Namespace) -> Iterator[tuple[Row, Result]]:
-    """Start every command, interleaved so that a slow moment affects all."""
+    """Time every command, interleaved so that a slow moment affects all of them."""
     selected = [ROWS[0], *(row for row in rows if row is not ROWS[0])]
     seconds: dict[str, list[float]] = {row.name: [] for row in selected}
     with tempfile.TemporaryDirectory() as folder:
@@ -88,7 +88,7 @@ def measure(rows: Sequence[Row], options: argparse.Namespace) -> Iterator[tuple[
             for row in selected:
                 started = time.perf_counter()
                 subprocess.run(row.source, env=environment, check=True, capture_output=True)
-                if number:  # the first round fills caches of the file system and of bytecode
+                if number:  # the first round fills the file system and bytecode caches
                     seconds[row.name].append(time.perf_counter() - started)
     floor = statistics.median(seconds["python"])
     for row in selected:

@@ -1,9 +1,9 @@
-"""Script for torchrun and orch: ordinary DDP with its own checkpoint, independent of either launcher.
+"""Script that torchrun and orch both run: ordinary DDP with its own checkpoint, independent of the launcher.
 
     RANK=... torchrun ... ddp_script.py FOLDER STEPS STEP_SECONDS
 
-Every rank writes one line per step to FOLDER/rank-N.jsonl: {time, step, pid}. It sleeps for most of a step, so that the
-machine is as idle as a machine whose ranks compute on GPUs.
+Every rank writes one line per step to FOLDER/rank-N.jsonl: {time, step, pid}. Ranks sleep for most of each step, so
+that the machine is as idle as one whose ranks compute on GPUs.
 """
 
 import json

@@ -5,7 +5,7 @@
 TRACE is a list of {node_id, event_time (days), event_type: fault_start | fault_end, fault_type: {Class}}, the format of
 stepfun-ai/InfiniteHBD-Trace. A fault is prevented if no job would have been on its node. A policy avoids the node for
 some days after its repair, which adds to the unusable node-time. All nodes are assumed to be always busy. orch counts
-from the repair if Slurm reports the node down or drained; a node that Slurm reports fit counts as repaired.
+from the repair if Slurm reports the node down or drained; a node that Slurm reports as fit counts as repaired.
 """
 
 import argparse
@@ -38,7 +38,7 @@ Policy = Callable[[NodeHistory, NodeHistory], float]
 
 
 def faults(events: list[dict[str, Any]]) -> list[NodeOutage]:
-    """Return the faults with an end, sorted by start; the faults of a node are assumed to end in the same order."""
+    """Return the faults that have an end, sorted by start; a node's faults are assumed to end in the same order."""
     begun: dict[str, list[float]] = {}
     found = []
     for event in sorted(events, key=lambda one: float(one["event_time"])):
@@ -53,7 +53,7 @@ def faults(events: list[dict[str, Any]]) -> list[NodeOutage]:
 
 
 def replay(trace: list[NodeOutage], nodes: int, days: float, policy: Policy) -> tuple[float, float]:
-    """Return the share of faults that were prevented, and the share of node-time given up for it."""
+    """Return the share of faults that were prevented, and the share of node-time given up to prevent them."""
     until: dict[str, float] = {}
     starts: dict[str, list[float]] = {}
     prevented, given_up = 0, 0.0

@@ -1,8 +1,8 @@
-"""Run of every test marked `proof`, with the results in docs/proof.json and a summary in docs/proof.md: `make proof`.
+"""Run every test marked `proof` (`make proof`): results go to docs/proof.json, and a summary to docs/proof.md.
 
     python -m benchmarks.proof [--again [PATH ...] | --only PATH ...]
 
-It takes hours, so an interrupted or failed run can be continued: `--again` runs the tests that have not passed yet,
+This takes hours, so an interrupted or failed run can be continued: `--again` runs the tests that have not passed yet,
 repeats those below the PATHs, and keeps the other results. `--only` runs the tests below the PATHs, and leaves all
 other results, with the dates of their runs, unchanged.
 """
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "proof.md"
 REPORT = ROOT / "build" / "proof-cases.json"
 PASSED, CASES = "ORCH_PROOF_PASSED", "ORCH_PROOF_CASES"
-"""Environment variables: path of the list of tests to deselect, and path of the cases that pytest writes."""
+"""Environment variables for the path of the list of tests to deselect, and for that of the cases that pytest writes."""
 HEAD = """# Proof
 
 Results of the long tests (`make proof`), one row per group. [proof.json](proof.json) has the figures of every test.
@@ -42,7 +42,7 @@ Results of the long tests (`make proof`), one row per group. [proof.json](proof.
 """
 
 Result = dict[str, Any]
-"""Result of a test: numbers of cases and of passed ones, seconds, date, and its figures by name."""
+"""A test's result: number of cases, how many of them passed, seconds, date, and figures keyed by name."""
 Case = dict[str, Any]
 """A run of a test with its parameters: id, passed, seconds, figures (name, text)."""
 
@@ -70,14 +70,14 @@ def _fractions(values: list[str]) -> list[float]:
 
 @dataclass(frozen=True)
 class ProofGroup:
-    """A row of the page."""
+    """A row on the page."""
 
     title: str
     tests: str
     """Prefixes of test ids; the longest match decides."""
     label: str = ""
     figures: str = ""
-    """Prefix of the names of the figures that the row summarizes; the label if empty."""
+    """Name prefix of the figures that the row summarizes; the label if empty."""
     summary: Callable[[list[str]], str] = _total
 
 
@@ -124,12 +124,12 @@ _OTHER = ProofGroup("others", "")
 
 
 def machine() -> str:
-    """Return system, processor count and Python version, without the host's name."""
+    """Return the system, processor count and Python version, without the host's name."""
     return f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
 
 
 def results(cases: Iterable[Case]) -> dict[str, Result]:
-    """Return the results by test; the cases of all its parameters are added up."""
+    """Return the results keyed by test, adding up the cases for all of a test's parameters."""
     tests: dict[str, list[Case]] = {}
     for case in cases:
         tests.setdefault(case["id"].partition("[")[0], []).append(case)
@@ -147,7 +147,7 @@ def results(cases: Iterable[Case]) -> dict[str, Result]:
 
 
 def figures(cases: Iterable[Case]) -> dict[str, int | list[str]]:
-    """Return the figures of the cases by name: the sum of whole numbers, or a list of all other values."""
+    """Return the cases' figures keyed by name: the sum of whole numbers, or a list of all other values."""
     found: dict[str, list[str]] = {}
     for name, value in (figure for case in cases for figure in case["figures"]):
         found.setdefault(name, []).extend(value.splitlines())
@@ -158,7 +158,7 @@ def figures(cases: Iterable[Case]) -> dict[str, int | list[str]]:
 
 
 def earlier(paths: Sequence[str]) -> list[Case]:
-    """Return the cases that passed in the previous run, except below these paths."""
+    """Return the cases that passed in the previous run, except those below these paths."""
     if not REPORT.exists():
         return []
     starts = tuple(os.path.relpath(path, ROOT) for path in paths)
@@ -166,7 +166,7 @@ def earlier(paths: Sequence[str]) -> list[Case]:
 
 
 def run(kept: Iterable[Case], paths: Sequence[str]) -> tuple[int, list[Case]]:
-    """Run the tests below `paths` (none: all) except `kept`; return pytest's exit code and its cases."""
+    """Run the tests below `paths`, or all if none are given, except `kept`; return pytest's exit code and its cases."""
     with tempfile.TemporaryDirectory() as folder:
         passed, cases = Path(folder) / "passed", Path(folder) / "cases"
         passed.write_text("\n".join(case["id"] for case in kept))
@@ -181,7 +181,7 @@ def run(kept: Iterable[Case], paths: Sequence[str]) -> tuple[int, list[Case]]:
 
 
 class CaseRecorder:
-    """Plugin of pytest's main process that writes every case when the session ends."""
+    """Plugin for pytest's main process that writes every case when the session ends."""
 
     def __init__(self) -> None:
         self._cases: dict[str, Case] = {}
@@ -203,7 +203,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect passed tests; `--deselect` would also deselect every test whose name begins with theirs."""
+    """Deselect tests that passed; `--deselect` would also deselect every test whose name begins with one of theirs."""
     passed = set(Path(os.environ[PASSED]).read_text().splitlines())
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
     items[:] = [item for item in items if item.nodeid not in passed]
@@ -233,7 +233,7 @@ def saved_results() -> dict[str, Result]:
 
 
 def write_page(tests: dict[str, Result]) -> str:
-    """Write docs/proof.json and docs/proof.md; return the number of passed cases in all tests, in words."""
+    """Write docs/proof.json and docs/proof.md; return the number of passed cases over all tests, in words."""
     cases, passed = (sum(test[count] for test in tests.values()) for count in ("cases", "passed"))
     result = f"{passed} of {cases} passed"
     record = {"machine": machine(), "result": result, "tests": dict(sorted(tests.items()))}

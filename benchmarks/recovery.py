@@ -2,15 +2,15 @@
 
     python -m benchmarks.recovery [--rows PATTERN,...] [--rounds 7] [--slurm] [--folder DIR] [--json] [--list]
 
-Runs are submitted as a user submits them, faulted from outside, and timed by the records of agents and ranks. In every
-round each side is faulted once, in turn. The sides that cannot detect a SIGSTOP receive it only once, since they would
-wait forever. torchrun is two processes on this machine, with an ordinary DDP script; orch also runs the same script.
-"never" means not within a minute. For a stopped rank of a script both should give "never": torchrun does not watch for
-it, and orch watches the ranks of a command only for their exit.
+Runs are submitted as a user submits them, faulted from outside, and timed from the records of agents and ranks. In
+every round each side is faulted once, in turn. The sides that cannot detect a SIGSTOP receive it only once, since they
+would wait forever. torchrun is two processes on this machine, with an ordinary DDP script; orch also runs the same
+script. "never" means not within a minute. For a stopped rank of a script both should give "never": torchrun does not
+watch for it, and orch watches the ranks of a command only for their exit.
 
 n counts rounds; "4 of 7" means that four of seven produced the figure, and such a row of ours is FAILED, regardless of
-its median. Run it on an otherwise idle machine; other numbers are meaningless. Exit code 1 if a row misses its must or
-fails.
+its median. Run it on an otherwise idle machine, or the numbers are meaningless. The exit code is 1 if a row misses its
+must or fails.
 """
 
 import argparse
@@ -64,8 +64,8 @@ def _restart_figures(at: float, noticed: float, back: float, cold: float) -> Fig
 def stop_rank(folder: Path, kind: str) -> Figures:
     """Measure SIGSTOP of a rank: time to the declaration, with the culprit named and its evidence on disk.
 
-    `wrong` means that another rank was named, `unkept` that evidence was missing at the declaration; in both cases it
-    counts as not declared.
+    `wrong` means that another rank was named, `unkept` that evidence was missing at the declaration. In both cases the
+    hang counts as not declared.
     """
     with BenchmarkRun(folder, kind, "tiny-gpt", *_SETTINGS) as job:
         job.wait_for_step(_FAULT_STEP, _START_SECONDS)
@@ -92,12 +92,12 @@ def lose_node(folder: Path, kind: str) -> Figures:
 
 
 def monitoring_cost(folder: Path, kind: str) -> Figures:
-    """Return `ratio` of the median step times, and `cpu`: extra seconds of the product per step and rank.
+    """Return `ratio`, that of the median step times, and `cpu`, the product's extra CPU seconds per step and rank.
 
     The whole product is compared, not its monitoring alone: ranks, agents, all processes that agents start, metrics,
     work logs and agreement. No save occurs meanwhile, because benchmarks.checkpoint measures the cost of saves. The
-    ranks of both sides are bound to cores in the same way: placement of four ranks on two cores accounts for a tenth of
-    a step's time.
+    ranks of both sides are bound to cores in the same way, because the placement of four ranks on two cores accounts
+    for a tenth of a step's time.
     """
     settings = ("train.steps=100000", "checkpoint.every=100000", "cluster.nodes=2", "cluster.ranks_per_node=2")
     with BenchmarkRun(folder, kind, "tiny-gpt", *settings) as job:
@@ -108,7 +108,7 @@ def monitoring_cost(folder: Path, kind: str) -> Figures:
 
 
 def scale(folder: Path, kind: str) -> Figures:
-    """Run the scale benchmark in its own process; the worse of the two verdicts counts, and a failed one is a miss."""
+    """Run the scale benchmark in its own process; the worse of the two verdicts counts, and a failure is a miss."""
     words = [sys.executable, "-m", "benchmarks.scale", "--json", "--rounds", "1"]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=600)
     if done.returncode not in (0, 1) or not done.stdout.strip():
@@ -124,7 +124,7 @@ def scale(folder: Path, kind: str) -> Figures:
 
 @contextlib.contextmanager
 def _script_of_ours(folder: Path, kind: str) -> Iterator[tuple[BenchmarkRun, Path]]:
-    """Run the script as a command of orch; yield the job and the folder of its ranks' logs."""
+    """Run the script as an orch `command:`; yield the job and the folder with its ranks' logs."""
     logs = folder / "script"
     logs.mkdir(parents=True)
     command = json.dumps([sys.executable, *(word.format(logs=logs) for word in _SCRIPT_WORDS)])
@@ -134,7 +134,7 @@ def _script_of_ours(folder: Path, kind: str) -> Iterator[tuple[BenchmarkRun, Pat
 
 
 def kill_in_script(folder: Path, kind: str) -> Figures:
-    """Measure as `kill_rank` does, on the script that torchrun also runs."""
+    """Measure what `kill_rank` measures, but with the script that torchrun also runs."""
     with _script_of_ours(folder, kind) as (job, logs):
         victim = _wait_for_victim(logs)
         cold = _first_step(logs) - job.start_time()
@@ -159,7 +159,7 @@ def stop_in_script(folder: Path, kind: str) -> Figures:
 
 
 def fault_under_torchrun(folder: Path, number: signal.Signals) -> Figures:
-    """Send a rank this signal; measure the times until torchrun reports it and rank 0 trains again (inf: never)."""
+    """Send a rank this signal; measure how long until torchrun reports it and rank 0 trains again (inf if never)."""
     logs = folder / "torchrun"
     with Torchrun(logs) as job:
         victim = _wait_for_victim(logs)
@@ -175,7 +175,7 @@ def fault_under_torchrun(folder: Path, number: signal.Signals) -> Figures:
 
 
 class Torchrun:
-    """A job of two torchruns, like two nodes, with two ranks each; their log lines are recorded with arrival times."""
+    """Two torchrun processes, like two nodes, each with two ranks; log lines are recorded with arrival times."""
 
     def __init__(self, logs: Path) -> None:
         logs.mkdir(parents=True)
@@ -227,7 +227,7 @@ class Torchrun:
 
 
 def _wait_for_victim(logs: Path) -> int:
-    """Return the victim's pid once it has trained the step of the fault."""
+    """Return the victim's pid once it has trained up to the step of the fault."""
 
     def look() -> int | None:
         lines = read_lines(logs / f"rank-{_VICTIM}.jsonl")
@@ -273,7 +273,7 @@ FAULTS: dict[str, dict[str, Side]] = {
     "scale": {OURS: scale},
 }
 ONCE = {("stop", _SCRIPT), ("stop", _TORCHRUN), ("scale", OURS)}
-"""Sides measured once, so that their n is 1: two wait for the full timeout, the third measures both kinds of hangs."""
+"""Sides measured once, so their n is 1: two wait for the full timeout, the third measures both kinds of hangs."""
 
 
 def _row(name: str, text: str, bounds: tuple[float, float], source: str, unit: str = "s") -> Row:
@@ -325,7 +325,7 @@ def measure_fault(
 
 
 def result_of(figure: str, rounds: Mapping[str, Sequence[Figures]], problems: Mapping[str, str]) -> Result:
-    """Return one figure of every side; a round without it is infinite. A wrong culprit counts as not declared."""
+    """Return one figure for every side, infinite for a round without it. A wrong culprit counts as not declared."""
     values = {name: [found.get(figure, math.inf) for found in figures] for name, figures in rounds.items()}
     counts = {key: sum(found.get(key, 0.0) > 0 for found in rounds[OURS]) for key in COUNTED}
     notes = [f"{text} in {counts[key]} of {len(values[OURS])}" for key, text in COUNTED.items() if counts[key]]

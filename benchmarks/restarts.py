@@ -2,9 +2,9 @@
 
     python -m benchmarks.restarts [--rows ddp,zero1,...] [--rounds 7] [--folder DIR] [--json] [--list]
 
-Four ranks on two nodes of this machine; a rank is killed after the first saves. The measured time is from the agent's
-detection to the first new step. A round runs every strategy once, in changing order; the ratio is within a round, with
-an interval as in benchmarks.training. Exit code 1 if a row's whole interval is above FSDP.
+Four ranks on two nodes of this machine; a rank is killed after the first saves. The measured time runs from the agent's
+detection to the first new step. A round runs every strategy once, in varying order; ratios are taken within a round,
+with an interval as in benchmarks.training. The exit code is 1 if a row's whole interval is above FSDP's.
 """
 
 import argparse

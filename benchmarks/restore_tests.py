@@ -3,13 +3,13 @@
     python -m benchmarks.restore_tests [--rows tiny-*,beside,...] [--rounds 5] [--folder DIR] [--json] [--list]
 
 Each size is trained on two ranks of this machine and saved. Its checkpoint is tested on the same two ranks, on one and
-on four, in turn with raw reads of the same files, cold and warm. The figure is the RTO: from the start of the job to
-the first step, without verifying. The files are dropped from the page cache before each test; verification reads them
-first, and the restore uses what that leaves in the cache.
+on four, alternating with raw reads of the same files, cold and warm. The figure is the RTO: from the start of the job
+to the first step, without verifying. The files are dropped from the page cache before each test; verification reads
+them first, and the restore uses what that leaves in the cache.
 
 The row `beside` compares a run's step time during a test with its step time next to equally many busy processes of the
 same nice value. All rows take about ten minutes. Run it on an otherwise idle machine; elsewhere, ratios are
-more reliable than times. Exit code 1 if a row fails.
+more reliable than times. The exit code is 1 if a row fails.
 """
 
 import argparse
@@ -83,7 +83,7 @@ def measure(rows: Sequence[Row], options: argparse.Namespace) -> Iterator[tuple[
 
 
 def _measure_size(settings: tuple[str, ...], layouts: Sequence[str], rounds: int, folder: Path) -> dict[str, Result]:
-    """Return the result of each layout; raises RuntimeError for a test that does not restore the checkpoint."""
+    """Return the result of each layout. Raises RuntimeError for a test that does not restore the checkpoint."""
     settings = (*ON_TWO_RANKS, f"train.steps={STEPS}", f"checkpoint.every={SAVED}", *settings)
     with BenchmarkRun(folder, "local", "tiny-gpt", *settings) as job:
         job.orch("wait", job.name, seconds=TRAIN_SECONDS)
@@ -120,7 +120,7 @@ def _summarize(tests: list[dict[str, Any]], reads: dict[str, float], nbytes: int
 
 
 def _run_test(job: BenchmarkRun, layout: str, step: int) -> dict[str, Any]:
-    """Run one test and return it with its evidence; raises RuntimeError unless the checkpoint was restored."""
+    """Run one test and return it with its evidence. Raises RuntimeError unless the checkpoint was restored."""
     words = ("ckpt", "restore-test", f"{job.name}@{step}", "--layout", layout, "--wait", "--json")
     (test,) = json.loads(job.orch(*words, seconds=TEST_SECONDS))["data"]
     if test["verdict"] != Outcome.RESTORED:
@@ -138,7 +138,7 @@ def _measure_beside(windows: int, folder: Path) -> Result:
     """Measure step times in `windows` windows of each kind, in turn: alone, during a test, and under load.
 
     A test's window is its job, from the first event to the last. The load has as many processes as the test has ranks,
-    for as long as the previous test.
+    and lasts as long as the previous test.
     """
     # One early save; the run outlasts the measurement.
     settings = (*ON_TWO_RANKS, "train.steps=100000", f"checkpoint.every={SAVED_BESIDE}", "checkpoint.keep=100000")
@@ -165,7 +165,7 @@ def _test_window(job: BenchmarkRun) -> Window:
 
 
 def _window(processes: int, seconds: float) -> Window:
-    """Keep this many processes busy for some seconds; return the window."""
+    """Keep this many processes busy for this many seconds, and return the window."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
     began = time.time()
     try:

@@ -1,7 +1,8 @@
 """Command line, table and JSON of every benchmark, and the comparison of sides that take turns.
 
-A row compares ours with a limit or with other programs in one run. The table has the median of its rounds, the interval
-of that median, the targets, and the reason for a known miss. Exit code 1 if a row misses its must or fails.
+A row compares orch with a limit or with other programs in one run. The table shows the median of its rounds, the
+interval of that median, the targets, and the reason for a known miss. The exit code is 1 if a row misses its must or
+fails.
 """
 
 import argparse
@@ -30,7 +31,7 @@ _UNITS = {"us": (1e6, " us", 1), "%": (100.0, " %", 1), "x": (1.0, " x", 3), "Mi
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A row of a table. Lower is better if the stretch is below the must, else higher is better."""
+    """A row of a table. Lower is better if the stretch is below the must; otherwise, higher is better."""
 
     name: str
     text: str
@@ -58,12 +59,12 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Figures of one row by round, infinite for rounds without a figure; `others` are the figures of other programs."""
+    """One row's figure for each round, infinite for rounds without one; `others` are the figures of other programs."""
 
     values: Sequence[float]
     others: Mapping[str, Sequence[float]] = field(default_factory=dict)
     measured: Mapping[str, float] = field(default_factory=dict)
-    """Seconds or counts behind the figure, by name."""
+    """Seconds or counts behind the figure, keyed by name."""
     measured_unit: str = "s"
     demands: Sequence[str] = ()
     """Further conditions that the row does not meet."""
@@ -86,11 +87,11 @@ def run_table(
 ) -> int:
     """Measure the rows that the command line selects, and print the table or JSON; return the exit code."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="*", help="names or patterns of rows, with commas between them")
+    parser.add_argument("--rows", default="*", help="row names or patterns, separated by commas")
     parser.add_argument("--rounds", type=int, default=rounds, help="at least 7 for figures worth keeping")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="folder for its files")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--list", action="store_true", help="the names of the rows")
+    parser.add_argument("--list", action="store_true", help="only list the row names")
     for flag, settings in (options or {}).items():
         parser.add_argument(flag, **settings)
     chosen = parser.parse_args()
@@ -173,7 +174,7 @@ def _align(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def machine(folder: Path) -> dict[str, Any]:
-    """Return processor, file system of `folder`, versions and load."""
+    """Return the processor, the file system of `folder`, versions and the load."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     inside = [mount for mount in mounts if folder.resolve().is_relative_to(mount[1])]
@@ -193,9 +194,10 @@ def _describe_machine(report: Mapping[str, Any]) -> str:
 
 
 def interleave(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each side in `rounds`, after a warm-up round. A side returns the seconds of one call.
+    """Return each side's times in `rounds` rounds, in seconds, after a warm-up round.
 
-    The order is limits, ours, limits (A/B/A), then the others; every second round runs in the opposite order.
+    A side returns the seconds that one call took. The order is limits, ours, limits (A/B/A), then the others; every
+    second round runs in the opposite order.
     """
     limits = [name for name in sides if name.startswith(LIMIT)]
     order = [*limits, OURS, *limits, *(name for name in sides if name not in (*limits, OURS))]
@@ -225,9 +227,9 @@ class NotInTimeError(Exception):
 
 
 def until(look: Callable[[], Found | None], seconds: float, what: str) -> Found:
-    """Return the first result of `look` that is not None; raises NotInTimeError.
+    """Return the first result of `look` that is not None. Raises NotInTimeError.
 
-    Measured times come from records of programs, never from this polling.
+    Timings come from the programs' own records, never from this polling.
     """
     give_up = time.monotonic() + seconds
     while time.monotonic() < give_up:
@@ -238,13 +240,13 @@ def until(look: Callable[[], Found | None], seconds: float, what: str) -> Found:
 
 
 def run_in_process(module: str, function: str, *arguments: Any) -> "subprocess.Popen[str]":
-    """Start a function of a benchmark module that calls `serve`, in a new process; `answer` returns its result."""
+    """Start a function in a new process; its benchmark module must call `serve`. `answer` returns the result."""
     words = [sys.executable, "-m", f"benchmarks.{module}", function, json.dumps(arguments, default=str)]
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def answer(process: "subprocess.Popen[str]", seconds: float) -> Any:
-    """Return the function's result; raises RuntimeError if it failed or took longer."""
+    """Return the function's result. Raises RuntimeError if it failed or took too long."""
     try:
         output, errors = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:

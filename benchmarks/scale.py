@@ -4,12 +4,12 @@
                                [--json] [--list]
 
 The coordinator in this process is real; its agents, in another process, are synthetic: they join over loopback with the
-real protocol, and report like real agents, with every rank changed in every report. CPU is the coordinator process's,
-as a share of one core. A verdict's time begins when the culprit's own limit is over, and ends when it is declared hung.
-In between, the flight records of all ranks are requested, read and compared. Evidence, which real agents take up to ten
-seconds to collect, follows later. One process writes the records of all ranks here, whereas in a real job each node
-writes its own, so the measured times of verdicts are too long. Rounds are incidents of each kind; 0 measures the CPU
-only. Exit code 1 if a must is missed or the wrong rank is named.
+real protocol, and report like real agents, with every rank changed in every report. CPU is that of the coordinator
+process, as a share of one core. A verdict's time begins when the culprit exceeds its own limit, and ends when it is
+declared hung. In between, the flight records of all ranks are requested, read and compared. Evidence, which real agents
+take up to ten seconds to collect, follows later. One process writes the records of all ranks here, whereas in a real
+job each node writes its own, so the measured verdict times are too long. The rounds are the number of incidents of each
+kind; 0 measures only the CPU. The exit code is 1 if a must is missed or the wrong rank is named.
 """
 
 import argparse
@@ -50,7 +50,7 @@ ROWS = (
 
 
 class ScaleBenchmark:
-    """Benchmark of one attempt of one job."""
+    """Benchmark of a single attempt of a job."""
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self._options = options
@@ -120,7 +120,7 @@ class ScaleBenchmark:
         if await self._next_event(EventKind.GENERATION_STARTED, _JOIN_SECONDS, required=False):
             await asyncio.sleep(_WARM_SECONDS)
         named, allowed = event.data["rank"], verdict["allowed_seconds"]
-        # Its age when it was declared hung.
+        # Seconds without progress when the rank was declared hung.
         age = next((entry["age"] for entry in verdict["ranks"] if entry["rank"] == rank), math.inf)
         culprit = "the right rank" if named == rank else f"rank {named} instead of {rank}"
         note = (
@@ -138,7 +138,7 @@ class ScaleBenchmark:
         return answer
 
     async def _next_event(self, kind: EventKind, seconds: float, *, required: bool = True) -> Event | None:
-        """Return the next event of this kind after the last returned one; raises RuntimeError if it is required."""
+        """Return the next such event. Raises RuntimeError if a required one is missing or the coordinator ended."""
         give_up = time.monotonic() + seconds
         events: list[Event] = []
         while time.monotonic() < give_up and not self._coordinator.done():
@@ -179,6 +179,6 @@ if __name__ == "__main__":
         "--nodes": {"type": int, "default": 1250},
         "--ranks-per-node": {"type": int, "default": 8},
         "--seconds": {"type": float, "default": 20.0, "help": "seconds of steady state to measure"},
-        "--step": {"type": float, "default": 1.0, "help": "seconds that a step takes"},
+        "--step": {"type": float, "default": 1.0, "help": "seconds per step"},
     }
     sys.exit(run_table("scale", __doc__, ROWS, measure, rounds=1, options=OPTIONS))

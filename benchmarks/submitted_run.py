@@ -20,7 +20,7 @@ from trainer.protocol.run_dir import RunDir
 
 _OURS = ("orch-controller", "orch-agent", "orch-forkserver", "orch-rank", "orch-writer")
 FAILURES = (NotInTimeError, RuntimeError, OSError, LookupError, ValueError, subprocess.SubprocessError, psutil.Error)
-"""Errors that end a round, not the program: from runs, processes and files in unexpected states."""
+"""Errors that end a round but not the program, caused by runs, processes and files in unexpected states."""
 
 
 class BenchmarkRun:
@@ -51,7 +51,7 @@ class BenchmarkRun:
                 process.kill()
 
     def orch(self, *words: str, check: bool = True, seconds: float = 120) -> str:
-        """Run a command in this home and return its stdout. If `check`, raises RuntimeError when it fails."""
+        """Run a command in this home and return its stdout. Raises RuntimeError if it fails and `check` is true."""
         done = subprocess.run(
             [sys.executable, "-P", "-m", "orchestrator.cli.main", *words],
             env=self._environment, cwd=self._folder, capture_output=True, text=True, timeout=seconds, check=False,
@@ -112,13 +112,13 @@ class BenchmarkRun:
         return found
 
     def agents(self) -> list[psutil.Process]:
-        """Return the agents of all nodes; raises NotInTimeError if this machine runs none."""
+        """Return the agents of all nodes. Raises NotInTimeError if this machine runs none."""
         if not (agents := self.processes("orch-agent")):
             raise NotInTimeError("agents: not among the processes of this machine")
         return agents
 
     def agent(self, node: int) -> psutil.Process:
-        """Return the agent of one node, simulated or Slurm's; raises NotInTimeError if this machine does not run it."""
+        """Return the agent of a node, simulated or on Slurm. Raises NotInTimeError if this machine does not run it."""
         for agent in self.agents():
             environment = agent.environ()
             # A simulated node may be inside a Slurm job, whose node number is unrelated.
@@ -143,7 +143,7 @@ def free_port() -> int:
 
 
 def send_signal(pid: int, number: signal.Signals) -> float:
-    """Send a signal; return the time just before."""
+    """Send a signal, and return the time just before it was sent."""
     now = time.time()
     os.kill(pid, number)
     return now

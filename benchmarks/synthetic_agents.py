@@ -3,7 +3,7 @@
     python -m benchmarks.synthetic_agents COORDINATOR_JSON NODES RANKS_PER_NODE STEP_SECONDS
 
 A line on stdin stops one rank: `stopped RANK` (its process is halted) or `forward RANK` (it computes forever). The
-answer is a line of JSON with the time of the stop, seconds since the epoch; `reports 0` requests the report count.
+answer is a line of JSON with the time of the stop, in seconds since the epoch. `reports 0` requests the report count.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ class SyntheticRanks:
         self.stopped = self._began + (step + 0.2) * self.seconds
 
     def begin(self, generation: int) -> None:
-        """Start a generation; every agent calls this, and the first call counts."""
+        """Start a generation; every agent calls this, and only the first call counts."""
         if generation > self._generation:
             self._generation, self._began, self.culprit = generation, time.monotonic(), -1
 

@@ -1,4 +1,4 @@
-"""Time of orch's step, compared with torch's own DDP, FSDP2, tensor parallelism and pipelining in a bare loop.
+"""Time of orch's training step, compared with torch's own DDP, FSDP2, tensor parallelism and pipelining in a bare loop.
 
     python -m benchmarks.training [--rows ddp,fsdp,...] [--rounds 15] [--folder DIR] [--json] [--list]
 
@@ -8,7 +8,8 @@ saves, which benchmarks.checkpoint measures. A round is one turn of each side; i
 step times. The interval contains the median of all rounds with a probability of at least 95 % (binomial, order
 statistics); at least 15 rounds give figures worth keeping.
 
-Run it on an otherwise idle machine; other numbers are meaningless. Exit code 1 if a row misses its must or fails.
+Run it on an otherwise idle machine, or the numbers are meaningless. The exit code is 1 if a row misses its must or
+fails.
 """
 
 import argparse
@@ -38,7 +39,7 @@ ROWS = (
     _row("zero2", "fully_shard, reshard_after_forward=False", "strategy=zero2 dp_shard=2 tp=1"),
     _row("fsdp", "fully_shard", "strategy=fsdp dp_shard=2 tp=1"),
     _row("tp", "parallelize_module", "strategy=auto dp_shard=1 tp=2"),
-    # A stage of one rank has nothing to shard: no FSDP.
+    # A stage on a single rank has nothing to shard, so there is no FSDP.
     _row(
         "pp",
         "PipelineStage, Schedule1F1B",

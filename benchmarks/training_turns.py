@@ -1,4 +1,4 @@
-"""Training of one of our runs and a bare loop in turns, on one machine."""
+"""One of our runs and a bare loop, training in turns on one machine."""
 
 import contextlib
 import json
@@ -22,8 +22,8 @@ _WARM_STEPS, _PATIENCE, _TURN_SECONDS = 20, 300.0, 2.0
 _BARE_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TORCH_FR_BUFFER_SIZE": "0",
-    # The values that glibc reaches in a process with as many imports as ours: otherwise the loop returns memory in
-    # every step, and has a thousand page faults that ours does not have.
+    # The values that glibc reaches in a process with as many imports as ours. Otherwise, the loop returns memory in
+    # every step, and has a thousand page faults that ours does not.
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
     "MASTER_ADDR": "127.0.0.1",
@@ -33,7 +33,7 @@ _BARE_ENVIRONMENT = {
 
 
 class Turn(NamedTuple):
-    """Result of one turn of a side: the median of its steps, their number, and CPU seconds of all processes."""
+    """One side's turn: its median step time, its number of steps, and the CPU seconds of all its processes."""
 
     seconds: float
     steps: int
@@ -44,7 +44,7 @@ class TrainingSide:
     """Processes that train in turn with others and are stopped during the others' turns."""
 
     def __init__(self, log: Path, watching: Collection[int], watched: Collection[int]) -> None:
-        """`log` has every step of rank 0; `watching` are stopped longest, so that they never see a stopped rank."""
+        """`log` has every step of rank 0; `watching` stay stopped longest, so that they never see a stopped rank."""
         self._log, self._watching, self._watched = log, sorted(watching), sorted(watched)
         self.turns: list[Turn] = []
         self._steps: list[float] = []
@@ -80,7 +80,7 @@ class TrainingSide:
 
     @property
     def step_seconds(self) -> float:
-        """Median of all steps of all turns."""
+        """Median of the step times in all turns."""
         return statistics.median(self._steps)
 
     def cpu_seconds(self, ranks: int) -> float:
@@ -91,7 +91,7 @@ class TrainingSide:
 def train_in_turns(
     job: BenchmarkRun, ranks: int, words: Sequence[str], logs: Path, turns: int
 ) -> tuple[TrainingSide, TrainingSide]:
-    """Train `job` and the bare ranks `python WORDS` in turns, in changing order; return both sides.
+    """Train `job` and the bare ranks `python WORDS` in turns, in varying order; return both sides.
 
     Our side excludes the controller, which all runs share. The run is resumed at the end, so that it can be stopped.
     """
@@ -115,7 +115,7 @@ def train_in_turns(
 
 @contextlib.contextmanager
 def _bare_side(logs: Path, words: Sequence[str], ranks: int) -> Iterator[TrainingSide]:
-    """Start unmonitored ranks; yield their side once warm. Each rank writes `logs`/rank-N.jsonl."""
+    """Start unmonitored ranks, and yield their side once warm. Each rank writes `logs`/rank-N.jsonl."""
     logs.mkdir(parents=True)
     shared = {**os.environ, **_BARE_ENVIRONMENT, "WORLD_SIZE": str(ranks), "MASTER_PORT": str(free_port())}
     with (logs / "output.log").open("wb") as output:
@@ -142,7 +142,7 @@ def _is_of_rank_zero(line: dict[str, Any]) -> bool:
 
 
 def _has_warmed_up(log: Path, ranks: Sequence[subprocess.Popen[bytes]]) -> bool | None:
-    """Return True once warm, else None; raises RuntimeError as soon as a rank of the bare loop has exited."""
+    """Return True once warm, else None. Raises RuntimeError as soon as a rank of the bare loop has exited."""
     ended = [f"rank {number} with code {rank.poll()}" for number, rank in enumerate(ranks) if rank.poll() is not None]
     if ended:
         last = (log.parent / "output.log").read_text(errors="replace").strip().splitlines()[-1:]

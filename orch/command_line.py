@@ -32,7 +32,7 @@ def ask(verb: str, *names: str, options: Sequence[str] = (), accept: Collection[
     """Run a command and return the data that it prints. Raises the OrchError that it reports.
 
     `names` are passed unchanged, even with a leading dash. An exit code in `accept` is not an error. Ctrl-C reaches
-    the command once, and the command's message becomes a note of the KeyboardInterrupt.
+    the command once, and the command's message becomes a note on the KeyboardInterrupt.
     """
     words = (verb, *options, "--", *names)
     if not sys.executable:
@@ -74,7 +74,7 @@ def _run_command(words: Sequence[str]) -> tuple[str, int]:
 
 
 def _add_message(interrupt: KeyboardInterrupt, text: str) -> None:
-    """Add the state after an interrupted command: a run that continues, or a request that is still pending."""
+    """Add what remains after the interrupted command: a run that continues, or a request that is still pending."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         error = json.loads(text)["error"]
         message = "; ".join(filter(None, (error["message"], error["hint"])))
@@ -83,7 +83,7 @@ def _add_message(interrupt: KeyboardInterrupt, text: str) -> None:
 
 
 def _public_error(fields: dict[str, str], code: int) -> errors.OrchError:
-    """Return the error as its own class if that is public, or as a public ancestor, or by its exit code."""
+    """Return the error as its own class if public, else as a public ancestor, else as the class for its exit code."""
     own = getattr(errors, fields["code"], None)
     candidates = [*(own.__mro__ if isinstance(own, type) else ()), *(k for k in PUBLIC_ERRORS if k.exit_code == code)]
     kind = next((candidate for candidate in candidates if candidate in PUBLIC_ERRORS), errors.OrchError)

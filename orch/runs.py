@@ -36,8 +36,8 @@ class Run:
     step: int
     total_steps: int | None
     loss: float | None
-    attempts: int  # jobs so far
-    generations: int  # starts of its ranks in all attempts
+    attempts: int  # number of jobs so far
+    generations: int  # number of times its ranks were started, over all attempts
     cluster: str  # slurm or local
     job_id: str | None  # of the newest attempt
     nodes: tuple[str, ...]
@@ -45,7 +45,7 @@ class Run:
     updated_at: datetime
 
     def __new__(cls, *names: Any, **_fields: Any) -> "Run":
-        """Raise TypeError for a name, with the call that finds a run by name."""
+        """Raise TypeError if given a name, and show the call that finds a run by its name."""
         if names:
             raise TypeError(f"a Run comes from orch.status or orch.submit: orch.status({_name(names[0])!r})[0]")
         return super().__new__(cls)
@@ -68,7 +68,7 @@ class Run:
         ask("cancel", self.name)
 
     def resume(self, overrides: Overrides = ()) -> None:
-        """Resume the run, with overrides that `orch resume` allows."""
+        """Resume the run, with any overrides that `orch resume` allows."""
         ask("resume", self.name, *_words(overrides))
 
     def details(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def submit(
 
 
 def status(*runs: str | Run) -> list[Run]:
-    """Return these runs, or the newest 50; raises NotFound."""
+    """Return these runs, or the newest 50. Raises NotFound."""
     return [_run(row) for row in ask("status", *map(_name, runs))]
 
 

@@ -33,7 +33,7 @@ class SchedulerFactory:
 
 
 class _Factories(dict[str, SchedulerFactory]):
-    """Factories by kind; an unknown kind, such as that of a run submitted by a newer orch, raises Precondition."""
+    """Factories keyed by kind. An unknown kind, such as one from a run of a newer orch, raises Precondition."""
 
     def __missing__(self, kind: str) -> SchedulerFactory:
         raise Precondition(
@@ -58,7 +58,7 @@ FACTORIES = _Factories(
         LOCAL: SchedulerFactory(is_here=lambda: True, make=LocalScheduler, instance=LocalInstance, check=check),
     }
 )
-"""By kind, in the order in which `auto` prefers them."""
+"""Factories keyed by kind, in the order in which `auto` prefers them."""
 
 
 def kinds() -> tuple[str, ...]:
@@ -67,7 +67,7 @@ def kinds() -> tuple[str, ...]:
 
 
 def resolve(kind: str) -> str:
-    """Return the kind; `auto` is the first usable one. Raises ConfigError for an unknown kind."""
+    """Return the kind, with `auto` resolved to the first usable one. Raises ConfigError for an unknown kind."""
     if kind == AUTO:
         return kinds()[0]
     if kind not in FACTORIES:
@@ -76,7 +76,7 @@ def resolve(kind: str) -> str:
 
 
 def usable(kind: str) -> Mapping[str, Scheduler]:
-    """Return a map from this kind to its scheduler. It is empty, and runs wait, if the commands are missing."""
+    """Return a map from this kind to its scheduler. If its commands are missing, the map is empty and runs wait."""
     return {kind: FACTORIES[kind].make()} if kind in kinds() else {}
 
 

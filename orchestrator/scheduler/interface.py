@@ -11,7 +11,7 @@ from orchestrator.scheduler.job_environment import Submitter
 
 
 class Backoff:
-    """Pauses between retries, by key. The first lasts `first` seconds, and each later one is twice as long.
+    """Pauses between retries, for each key. Each pause is twice as long as the last, starting with `first` seconds.
 
     No pause is longer than `longest`.
     """
@@ -25,7 +25,7 @@ class Backoff:
         return not 0.0 <= self._mono() - since < seconds
 
     def start(self, key: str) -> None:
-        """Start the pause after a try. A key unused for a long time starts over, because job ids are reused."""
+        """Start the pause that follows a try. A key unused for a long time starts over, because job ids are reused."""
         now = self._mono()
         kept = {key: rest for key, rest in self._resting.items() if now - rest[0] < rest[1] + self._longest}
         seconds = min(self._longest, 2 * kept[key][1]) if key in kept else self._first
@@ -37,7 +37,7 @@ class Backoff:
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """Resources that a job requests; empty strings leave the site's default."""
+    """Resources that a job requests; an empty string keeps the site's default."""
 
     nodes: int
     spares: int = 0  # the job can lose this many of its nodes and continue
@@ -86,14 +86,14 @@ class JobStatus:
     reason: str = ""
     restarts: int = 0
     start_time: float | None = None  # seconds since the epoch by the scheduler's clock, like `end_time`
-    end_time: float | None = None  # seconds since the epoch, the planned or actual end
+    end_time: float | None = None  # planned or actual end, in seconds since the epoch
     held: bool = False
     unlaunched: bool = False  # cancelled on its nodes without a signal to its script: it may never have run
     cancelled_by: int | None = None  # id of the user who cancelled it, if known
     nodes_down: tuple[str, ...] = ()  # nodes of an ending or ended job that the scheduler reports down
     source: str = "queue"  # or "accounting"
     script_tag: str | None = field(default=None, compare=False)  # job name in its script, if it has no other tag
-    files: tuple[str, ...] = field(default=(), compare=False)  # script and standard output: only in the queue
+    files: tuple[str, ...] = field(default=(), compare=False)  # script and standard output: queue only
     settings: Mapping[str, str] = field(default_factory=dict, compare=False)  # partition, account, ...: queue only
 
 
@@ -127,7 +127,7 @@ class Scheduler(Protocol):
     kind: str
 
     def submit(self, spec: JobSpec) -> str | None:
-        """Submit the job held, and return its id if the scheduler reported an id.
+        """Submit the job held, and return its id if the scheduler reported one.
 
         Raises SubmitRejected if it was refused, and SubmitAmbiguous if only `find` can determine the outcome.
         """
@@ -149,7 +149,7 @@ class Scheduler(Protocol):
         """
 
     def out_of_service(self, nodes: frozenset[str]) -> frozenset[str]:
-        """Return the nodes among these that get no jobs now: down, drained, under maintenance."""
+        """Return those of the nodes that get no jobs now because they are down, drained or under maintenance."""
 
     def cancel(self, job_id: str) -> None:
         """Cancel a job. Repeating this, or cancelling a job that has finished, is not an error."""
@@ -167,7 +167,7 @@ _FOLDER = re.compile(r"(.*/([^/]+)/attempts/(\d+)/submission)/[^/]*", re.DOTALL)
 
 
 class JobTag(NamedTuple):
-    """The attempt that one of a job's tags identifies. A tag parsed from a path has a folder instead of a nonce."""
+    """The attempt that one of a job's tags identifies. A tag parsed from a path has a folder in place of the nonce."""
 
     run: str
     attempt: int
@@ -218,6 +218,6 @@ def find_name_and_comment(text: str) -> tuple[str, str]:
 
 
 def is_marked(job: JobStatus, name_prefix: str, known: Collection[str]) -> bool:
-    """Return whether this may be an orch job submitted under a name with this prefix; ids in `known` always are."""
+    """Return whether this may be an orch job submitted under a name with this prefix; any id in `known` counts."""
     named = job.job_id in known or job.name.startswith(name_prefix)
     return named or any(tag.matches(name_prefix) for tag in tags(job))

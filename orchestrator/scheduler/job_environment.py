@@ -2,9 +2,9 @@
 
 A run must not depend on the shell that started a controller, so the variables of its submitter's shell are
 recorded with the run, and every attempt gets them. A job gets variables that identify the user, find programs and
-libraries, and make `module` work; everything else comes from `env` in the run's configuration (by file, never on a
-command line), from the templates, or from the node. `SBATCH_*`, `SRUN_*` and most of `SLURM_*` are left out because
-they silently override the script: a controller inside a job would pass on its own job's shape.
+libraries, and make `module` work; everything else comes from `env` in the run's configuration (passed in a file, never
+on a command line), from the templates, or from the node. `SBATCH_*`, `SRUN_*` and most of `SLURM_*` are left out
+because they silently override the script: a controller inside a job would pass on its own job's shape.
 """
 
 import functools
@@ -31,7 +31,7 @@ _PREFIXES = ("LC_", "LMOD_", "__LMOD_", "ORCH_", "BASH_FUNC_module", "BASH_FUNC_
 
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED|AUTH|JWT", re.IGNORECASE)
 """Names that suggest a secret; such variables are never recorded."""
-_UTF8 = {"PYTHONUTF8": "1"}  # file names have the same bytes everywhere, in every locale
+_UTF8 = {"PYTHONUTF8": "1"}  # file names have the same bytes in every locale
 _OF_THE_CONTROLLER = frozenset({"SLURM_CONF", "SLURM_CLUSTERS"})
 """Variables that select a Slurm. Jobs must go to the Slurm that the controller queries."""
 
@@ -74,7 +74,7 @@ class Submitter:
 
     @classmethod
     def from_current_process(cls) -> Self:
-        """Return this process's values as a substitute if the submitter is unknown."""
+        """Return this process's values, as a substitute for an unknown submitter."""
         return cls(python=sys.executable, package_root=package_root(), variables=None)
 
     @classmethod

@@ -22,13 +22,13 @@ ANSWER_WITHIN = 10.0
 KEEP_FOR = 10.0  # seconds for which an answer is cached while the configuration file is unchanged
 _FIELD = re.compile(r"^(\w+(?:\[\d+\])?)\s*=\s?(.*)$", re.MULTILINE)
 _NAMING = ("ClusterName", "SlurmctldHost[0]", "SlurmctldPort", "StateSaveLocation")
-"""Settings that survive a restart, a fail-over, and the addition of a backup controller."""
+"""Settings that stay the same after a restart, a fail-over, or the addition of a backup controller."""
 
 CommandRunner = Callable[[list[str]], CompletedProcess[str]]
 
 
 def local_instance() -> str:
-    """Return the instance of local jobs, which differs by host."""
+    """Return the instance of local jobs, which differs from host to host."""
     return f"{LOCAL}@{socket.gethostname()}"
 
 
@@ -48,7 +48,7 @@ def is_one_host(instance: str) -> bool:
 
 
 def same_cluster_name(one: str, other: str) -> bool:
-    """Return whether these differ but share a ClusterName, as after a Slurm's head node, port or state has moved."""
+    """Return whether these differ but share a ClusterName, as they do once Slurm's head node, port or state moves."""
     name = one.partition("@")[0]
     known = is_known(one) and is_known(other)
     return one != other and known and name == other.partition("@")[0] and not is_one_host(one)
@@ -66,16 +66,16 @@ def read_instance(text: str) -> str:
 
 
 class Instance(Protocol):
-    """Name of the scheduler that commands of one kind reach now. `silence` has the reason if it is unknown."""
+    """Name of the scheduler that commands of one kind reach now. If it is unknown, `silence` is the reason."""
 
     silence: str
 
     def __call__(self) -> str:
-        """Return its name, or "" if it does not answer. A missing answer never means a different scheduler."""
+        """Return the scheduler's name, or "" if it did not answer, which never means a different scheduler."""
 
 
 class SlurmInstance:
-    """The Slurm that a process with variables `environ` reaches. `silence` has the reason if it is unknown."""
+    """The Slurm that a process with the variables `environ` reaches. If it is unknown, `silence` is the reason."""
 
     def __init__(
         self, asking: CommandRunner | None = None, mono: Callable[[], float] = time.monotonic,

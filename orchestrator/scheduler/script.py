@@ -214,7 +214,7 @@ def load_entry(entry: str) -> Callable[[str, str], None]:
 
 
 def start_command(run_dir: Path | str, submission: Path | str) -> str:
-    """Return the words after the interpreter in a job's script: they check the folder, then load the payload."""
+    """Return the words after the interpreter in a job's script, which check the folder and then load the payload."""
     return f"-u -m trainer.agent.main {shlex.quote(str(run_dir))} {shlex.quote(str(submission))}"
 
 

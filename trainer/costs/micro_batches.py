@@ -7,7 +7,7 @@ from trainer.protocol.config_sections.recipe_config import TrainConfig
 SHOWN = 3
 """Maximum number of counts that a message suggests."""
 ENOUGH = 4
-"""Micro-batches per pipeline rank at which ranks wait for less than a fifth of a step."""
+"""Number of micro-batches per pipeline rank from which on ranks wait for less than a fifth of a step."""
 
 
 class MicroBatchError(ValueError):
@@ -38,7 +38,7 @@ def micro_batch_count(pipeline: PipelineConfig, train: TrainConfig, dp_size: int
 
 
 def micro_batch_size(pipeline: PipelineConfig, train: TrainConfig, dp_size: int) -> int:
-    """Return the number of sequences per forward pass; raises MicroBatchError."""
+    """Return the number of sequences per forward pass. Raises MicroBatchError."""
     share = train.batch_size // dp_size
     if pipeline.stages == 1:
         return train.micro_batch_size or share
@@ -50,7 +50,7 @@ def _fitting(pipeline: PipelineConfig, share: int) -> list[int]:
 
 
 def _requested_count(pipeline: PipelineConfig, train: TrainConfig, share: int, fitting: list[int]) -> tuple[str, int]:
-    """Return the key that determines the count, as KEY=VALUE, and the count (0: the size does not divide the share)."""
+    """Return KEY=VALUE for the key that sets the count, and the count (0 if the size does not divide the share)."""
     count, size = pipeline.micro_batches, train.micro_batch_size
     if count:
         if size and size * count != share:
@@ -87,8 +87,8 @@ def takes(pipeline: PipelineConfig, count: int) -> bool:
 def too_few(pipeline: PipelineConfig, train: TrainConfig, dp_size: int) -> str | None:
     """Return a warning and a fix if ranks wait for a fifth of each step or more, else None.
 
-    With `gpipe` and `1f1b` each rank is a stage. The zero-bubble schedules need equally many micro-batches to
-    fill their idle time. Raises MicroBatchError like `micro_batch_count`.
+    With `gpipe` and `1f1b` each rank is a stage. The zero-bubble schedules need just as many micro-batches to fill
+    their idle time. Raises MicroBatchError like `micro_batch_count`.
     """
     count, enough = micro_batch_count(pipeline, train, dp_size), ENOUGH * pipeline.ranks
     if pipeline.ranks == 1 or count >= enough:

@@ -10,7 +10,7 @@ from trainer.protocol.config_sections.recipe_config import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """Name and shape of a parameter; tensor-parallel ranks split it along `tp_dim`, or replicate it (None)."""
+    """Name and shape of a parameter; tensor-parallel ranks split it along `tp_dim`, or replicate it if None."""
 
     name: str
     shape: tuple[int, ...]
@@ -100,7 +100,7 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> float:
 
 
 def feed_forward_weights(model: ModelConfig) -> int:
-    """Count the weights that process each token; with experts, count the chosen experts and the router."""
+    """Count the weights used for each token; with experts, count only the chosen ones and the router."""
     experts = model.experts
     if not experts.count:
         return 3 * model.dim * model.ffn_dim

@@ -1,4 +1,4 @@
-"""Bytes of model states per rank, gradient buckets, and the peak of a step. Pure functions.
+"""Bytes of model states per rank, gradient buckets, and a step's peak. Pure functions.
 
 Weights, gradients and both Adam moments are float32: 16 bytes per parameter in a rank's shard, plus 4 for the step
 count of each parameter tensor. Rajbhandari et al. 2020, section 3, also count 16, but store half-precision weights next
@@ -24,7 +24,7 @@ BUCKET_BYTES = 25 << 20
 
 
 def pack_buckets(gradients: Iterable[tuple[Hashable, int]]) -> Iterator[list[int]]:
-    """Yield buckets: positions of adjacent gradients of the same kind. Each gradient is given as (kind, bytes)."""
+    """Yield buckets, each as positions of adjacent gradients of one kind. Gradients are given as (kind, bytes)."""
     bucket: list[int] = []
     size, last = 0, None
     for position, (kind, nbytes) in enumerate(gradients):
@@ -58,7 +58,7 @@ class StateBytes:
 def state_bytes(
     parameters: Iterable[Parameter], parallel: ParallelConfig, world_size: int, rank: int = 0
 ) -> StateBytes:
-    """Return the bytes of the states on `rank`; with FSDP2 the last shards of an uneven split are smaller or empty."""
+    """Return the bytes of the states on `rank`; in FSDP2, the last shards of an uneven split are smaller or empty."""
     sizes = parallel.parameter_sizes(world_size)
     known = list(parameters)
     elements = sum(prod(local_shape(parameter, sizes, rank, parallel.ep)) for parameter in known)
@@ -98,7 +98,7 @@ class _Unit:
 
     gathered: int
     shard: int
-    """Bytes of this rank's shard."""
+    """Bytes in this rank's shard."""
     buffer: int
     """All-gather buffer; 0 if the unit receives no data from other ranks."""
     is_inner: bool = False
@@ -111,7 +111,7 @@ class _Unit:
 
     @property
     def reducing(self) -> int:
-        """Return the bytes of expert gradients during their reduction, which reorders and packs copies."""
+        """Return the bytes of expert gradients while they are reduced, which reorders and packs copies of them."""
         return 3 * self.gathered if self.is_inner else 0
 
 
@@ -218,7 +218,7 @@ def _host_copies(parameters: Sequence[Parameter], parallel: ParallelConfig, worl
     sizes = parallel.parameter_sizes(world_size)
     together = most = 0
     for parameter in parameters:
-        if len(parameter.shape) > 1:  # other parameters form a separate, small group
+        if len(parameter.shape) > 1:  # all other parameters form a separate, small group
             together += FLOAT32 * prod(local_shape(parameter, sizes, 0, parallel.ep))
             most = max(most, together)
             together = 0 if together >= HOST_COPY_BYTES else together

@@ -1,4 +1,4 @@
-"""Pipeline schedules as tables, their simulated times and their bubbles. Pure functions."""
+"""Pipeline schedules as tables, with their simulated times and bubbles. Pure functions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ class Kind(StrEnum):
     """Kinds of actions, with their codes in torch's tables."""
 
     FORWARD = "F"
-    BACKWARD = "B"  # gradients for activations and weights
+    BACKWARD = "B"  # gradients of both activations and weights
     INPUT_GRADIENT = "I"
     WEIGHT_GRADIENT = "W"
     SEND_ACTIVATION = "SEND_F"
@@ -26,7 +26,7 @@ COMPUTES = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIE
 
 
 class PipelineAction(NamedTuple):
-    """Entry of a table; `micro_batch` is -1 for an action that a stage performs once per step."""
+    """An entry in a table; `micro_batch` is -1 for an action that a stage performs once per step."""
 
     stage: int
     kind: Kind
@@ -63,7 +63,7 @@ def formula(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class RankSeconds:
-    """Times of one pipeline rank in one step, in seconds; the mappings are by stage."""
+    """Times of one pipeline rank in one step, in seconds; the mappings are keyed by stage."""
 
     span: float
     """Time from the start of the step to the end of the rank's last computation."""
@@ -71,13 +71,13 @@ class RankSeconds:
     waited: Mapping[int, float]
     """Time spent waiting for activations or gradients that this stage needs."""
     sends: float = 0.0
-    """Time at the end of the step until other stages had received all messages."""
+    """Time spent at the end of the step until the other stages had received all messages."""
     reductions: float = 0.0
     """Time spent reducing gradients over the data-parallel ranks of a stage."""
 
 
 def bubbles(ranks: Sequence[RankSeconds]) -> list[float]:
-    """Return each rank's share of the step spent in receives and after its last computation."""
+    """Return the share of the step that each rank spends in receives and after its last computation."""
     longest = max((rank.span for rank in ranks), default=0.0)
     if not longest:
         return [0.0 for _ in ranks]
@@ -96,7 +96,7 @@ class StageSeconds:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """A computation; `ready` is the time at which its inputs were available."""
+    """A computation; `ready` is the time when its inputs became available."""
 
     rank: int
     action: PipelineAction

@@ -23,7 +23,7 @@ from trainer.protocol.config_sections.recipe_config import ModelConfig
 
 
 def parameters_of_rank(config: JobConfig, rank: int) -> list[Parameter]:
-    """Return the parameters of all stages on `rank` in model order; without a pipeline, of the whole model."""
+    """Return the parameters of all stages on `rank` in model order, or of the whole model if there is no pipeline."""
     known = list(parameters(config.model))
     if config.parallel.pipeline.stages == 1:
         return known
@@ -32,7 +32,7 @@ def parameters_of_rank(config: JobConfig, rank: int) -> list[Parameter]:
 
 
 def parts_of_rank(config: JobConfig, rank: int) -> list[StagePart]:
-    """Return the stages of `rank`; raises ValueError if the model cannot be split into them."""
+    """Return the stages of `rank`. Raises ValueError if the model cannot be split into them."""
     pipeline = config.parallel.pipeline
     place = config.parallel.locate_work(config.cluster.world_size, rank)[0]
     parts = split_model(pipeline, config.model, config.train).parts
@@ -47,7 +47,7 @@ class FeedForwardMemory:
     """Floats per token that autograd keeps, including the block's input."""
 
     split: int
-    """Floats per token kept for weight gradients, if they are computed separately."""
+    """Floats per token kept for weight gradients, if these are computed separately."""
 
     during: int
     """Peak bytes of gradients inside its backward pass, in addition to all kept activations."""
@@ -72,7 +72,7 @@ def feed_forward_memory(model: ModelConfig, tokens: int, tp: int, ep: int) -> Fe
 def _of_experts(model: ModelConfig, tokens: int, tp: int, ep: int) -> FeedForwardMemory:
     """Return the memory of a layer's experts.
 
-    Each token is copied for each of its experts, and the results are kept for weighting. Row orders are int64. All
+    Each token is copied for each of its experts, and the results are kept for weighting. The row orders are int64. All
     matrices of one kind form a stack, whose gradient is assembled from the experts' gradients. When the last expert
     finishes, the gradients of all experts exist, and their activations have been freed. Each `tp` rank has its own
     tokens.
@@ -82,7 +82,7 @@ def _of_experts(model: ModelConfig, tokens: int, tp: int, ep: int) -> FeedForwar
     orders = copies * (3 if ep == 1 else 5) * 2
     here, own = experts.count // ep, FLOAT32 * tokens // tp
     stack = FLOAT32 * here * experts.ffn_dim * model.dim
-    of_one = (2 * own * inner + stack) // here  # gradients within one expert, the first or the last
+    of_one = (2 * own * inner + stack) // here  # gradients within a single expert, the first or the last
     return FeedForwardMemory(
         kept=(4 * inner + 2 * rows + experts.count + orders + 2 * copies + 1 + model.dim) // tp,
         split=(2 * inner + rows + experts.count) // tp,
@@ -102,23 +102,23 @@ class _StageBytes:
 
     part: StagePart
     boundary: int
-    """A tensor sent to another stage; its gradient has the same size."""
+    """Bytes of a tensor sent to another stage; its gradient has the same size."""
     saved: int
-    """Kept by autograd until the last gradient has been computed."""
+    """Bytes that autograd keeps until the last gradient has been computed."""
     behind: int
     """Part of `saved` and of the loss's memory that is freed before the last feed-forward computes its gradients."""
     within: int
     """Peak bytes of gradients within a feed-forward."""
     split: int
-    """Activation gradients kept for weight gradients, if they are computed separately."""
+    """Bytes of activation gradients kept for weight gradients, if these are computed separately."""
     result: int
-    """Result of the forward pass: activations or logits."""
+    """Bytes of the forward pass's result: activations or logits."""
     weights: int
-    """Gathered parameters of this stage; their gradients have the same size."""
+    """Bytes of this stage's gathered parameters; their gradients have the same size."""
     matrix: int
-    """Gradient of one feed-forward matrix, which exists separately before it is accumulated."""
+    """Bytes of one feed-forward matrix's gradient, which exists separately before it is accumulated."""
     output: int
-    """Output projection, in the last stage."""
+    """Bytes of the output projection, in the last stage."""
 
     @property
     def backward(self) -> int:
@@ -236,7 +236,7 @@ class _Step:
         self._forget(stage)
 
     def _input_gradient(self, stage: _StageBytes) -> None:
-        """Record the pass. In the first stage, torch 2.13 computes everything with the weight gradients instead."""
+        """Record a pass. In the first stage, torch 2.13 computes everything along with the weight gradients instead."""
         if not stage.part.is_first:
             self._bytes += stage.split + stage.boundary
             self._needs(stage.boundary if stage.part.is_last or stage.part.stage + 1 in self._stages else 0)

@@ -1,4 +1,4 @@
-"""Split of layers into pipeline stages: costs, placement and parameters. Pure functions."""
+"""Splitting of layers into pipeline stages: costs, placement and parameters. Pure functions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ def modelled_costs(model: ModelConfig, train: TrainConfig) -> LayerCosts:
 
 
 def measured_costs(seconds: tuple[float, ...], model: ModelConfig) -> LayerCosts:
-    """Return costs from `parallel.pipeline.layer_seconds`; raises ValueError if they do not fit the model."""
+    """Return costs from `parallel.pipeline.layer_seconds`. Raises ValueError if they do not fit the model."""
     if len(seconds) != model.layers + 2:
         raise ValueError(
             f"parallel.pipeline.layer_seconds has {len(seconds)} numbers: must have {model.layers + 2}, for the "
@@ -80,7 +80,7 @@ def _is_recomputed(number: int, train: TrainConfig) -> bool:
 
 
 StageCost = Callable[[int, int, int], float]
-"""Cost of a stage from its number, first layer and end layer (exclusive)."""
+"""Function from a stage's number, first layer and end layer (exclusive) to its cost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ class Split:
 
     @property
     def imbalance(self) -> float:
-        """Return the highest stage cost over the mean: a pipeline runs at the rate of its slowest stage."""
+        """Return the highest stage cost divided by the mean: a pipeline runs at the rate of its slowest stage."""
         costs = [part.cost for part in self.parts]
         return max(costs) * len(costs) / sum(costs)
 
@@ -126,7 +126,7 @@ class Split:
 
 
 def split(costs: LayerCosts, stages: int) -> Split:
-    """Split the layers into stages with at least one layer each; raises ValueError for more stages than layers.
+    """Split the layers into stages with at least one layer each. Raises ValueError for more stages than layers.
 
     Minimizes the cost of the slowest stage, then the sum of squares, and then puts more layers into early stages.
     """
@@ -143,7 +143,7 @@ def split(costs: LayerCosts, stages: int) -> Split:
         return sums[end] - sums[first] + more
 
     limit = _least(stages, count, cost, max, float("inf"))[0]
-    # Floating-point sums taken in a different order differ in their last bits.
+    # Floating-point sums computed in a different order differ in their last bits.
     _, ends = _least(stages, count, cost, lambda total, one: total + one * one, limit * (1 + 1e-9))
     firsts = [0, *ends[:-1]]
     return Split(
@@ -179,7 +179,7 @@ def _range(part: StagePart) -> str:
 
 
 def split_model(pipeline: PipelineConfig, model: ModelConfig, train: TrainConfig) -> Split:
-    """Return the stages, split by measured seconds if given, else by modelled FLOPs; raises ValueError."""
+    """Return the stages, split by measured seconds if given, else by modelled FLOPs. Raises ValueError."""
     seconds = pipeline.layer_seconds
     costs = measured_costs(seconds, model) if seconds else modelled_costs(model, train)
     return split(costs, pipeline.stages)

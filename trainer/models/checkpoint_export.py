@@ -77,7 +77,7 @@ _OTHER_PREFIXES = tuple(prefix for prefix in PREFIXES if prefix != _OPTIMIZER)
 
 @dataclass(frozen=True, kw_only=True)
 class ExportRequest:
-    """Settings of an export."""
+    """Settings for an export."""
 
     to: str
     """`safetensors` or `torch`."""
@@ -99,7 +99,7 @@ class ExportRequest:
 def export(
     storage: Storage, name: str, request: ExportRequest, progress: Callable[[int, int], None] | None = None
 ) -> tuple[Exported, dict[str, Any]]:
-    """Write `request.folder` atomically; return the exported files and their provenance.
+    """Write `request.folder` atomically, and return the exported files and their provenance.
 
     Raises CheckpointRefused if a byte differs from the original, FileExistsError if the folder is not empty, and
     OSError.
@@ -134,7 +134,7 @@ def _safetensors_names(source: SealedCheckpoint, request: ExportRequest) -> list
         assert request.config is not None
         if request.config.model.experts.count:
             raise CheckpointRefused(
-                source.manifest.name, "has experts, for which Llama's files have no names: type --to torch"
+                source.manifest.name, "has experts, for which Llama's files have no names: use --to torch"
             )
         theirs = hugging_face.names(request.config.model)
         if theirs.keys() != model.keys():
@@ -190,7 +190,7 @@ def _make_nest(source: SealedCheckpoint, request: ExportRequest) -> Callable[[Ma
 def _provenance(
     source: SealedCheckpoint, request: ExportRequest, wanted: list[ExportedTensor], done: Exported
 ) -> dict[str, Any]:
-    """Return the provenance, which can prove later, without the checkpoint, that nothing was lost."""
+    """Return the provenance, which can later prove, without the checkpoint, that nothing was lost."""
     manifest = source.manifest
     own = MODEL if request.to == "torch" else ""
     return {

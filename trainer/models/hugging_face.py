@@ -1,6 +1,6 @@
 """The built-in model in Hugging Face's format: tensor names, `config.json`, and unsupported settings.
 
-Both rotate the halves of a head against each other, so weights need no permutation, only different names.
+Both models rotate the halves of a head against each other, so weights need only new names, not a permutation.
 """
 
 from collections.abc import Iterator, Mapping
@@ -44,12 +44,12 @@ def names(config: ModelConfig) -> dict[str, str]:
 
 
 def is_unneeded(name: str, config: ModelConfig) -> bool:
-    """Return whether a Hugging Face tensor is redundant: rotary tables, the second copy of tied weights."""
+    """Return whether a Hugging Face tensor is redundant: a rotary table, or the second copy of tied weights."""
     return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
 
 
 def config_json(config: ModelConfig, *, seq_len: int, dtype: str) -> dict[str, Any]:
-    """Return `config.json` for `transformers`; its vocabulary includes the padding, so that all logits are equal."""
+    """Return `config.json` for `transformers`; its vocabulary includes the padding, so that all logits match."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -63,7 +63,7 @@ def config_json(config: ModelConfig, *, seq_len: int, dtype: str) -> dict[str, A
         "max_position_embeddings": seq_len,
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
-        # Two keys for the same value: release 5 reads the second, older releases the first.
+        # Two keys for the same value: release 5 reads the second one, and older releases read the first.
         "rope_theta": config.rope_theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "rope_scaling": None,

@@ -74,7 +74,7 @@ def generator(seed: int, name: str) -> torch.Generator:
 
 @torch.no_grad()
 def fill(name: str, parameter: torch.Tensor, seed: int, deviation: float | None) -> None:
-    """Fill `parameter` with its shard of a normal tensor truncated at three deviations; ones if `deviation` is None."""
+    """Fill `parameter` with its shard of a normal tensor truncated at three deviations; without one, fill it with 1."""
     local = own_part(parameter)
     if deviation is None:
         local.fill_(1.0)
@@ -115,7 +115,7 @@ def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention; the number of local heads follows from the local weights."""
+    """Causal grouped-query attention; the local weights determine the number of local heads."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class Llama(nn.Module):
             self.output.weight = self.embedding.weight
 
     def materialize(self, device: torch.device, seed: int, *, offload: bool = False) -> None:
-        """Move from the meta device and set initial weights; `offload`: parameters stay in host memory."""
+        """Move from the meta device and set initial weights; with `offload`, parameters stay in host memory."""
         self.allocate(device, offload=offload)
         self.set_initial_weights(seed)
 
@@ -215,7 +215,7 @@ class Llama(nn.Module):
                 module.reset(device)
 
     def set_initial_weights(self, seed: int) -> None:
-        """Set the initial weights from `seed` and names. Takes 50 ns per parameter of the whole model on every rank."""
+        """Set the initial weights from `seed` and names, in 50 ns per parameter of the whole model on every rank."""
         for name, parameter in self.named_parameters():
             fill(name, parameter, seed, self.deviation(name))
 
@@ -252,7 +252,7 @@ class Llama(nn.Module):
         With context parallelism the loss is scaled so that the mean over ranks is the mean over all tokens.
         """
         x = self.norm(x)
-        if isinstance(x, DTensor):  # gives each tensor-parallel rank all tokens
+        if isinstance(x, DTensor):  # this gives each tensor-parallel rank all tokens
             x = x.redistribute(placements=[Replicate()])
         if targets is not None:
             return self._mean_loss(x, targets)

@@ -2,7 +2,7 @@
 
 As in DeepSeek-V3 (DeepSeek-AI 2024, section 2.1.2) and Wang et al. 2024 (arXiv 2408.15664): a bias for each expert is
 added to its scores when experts are chosen, but not when their outputs are weighted. After each step, the bias moves by
-a fixed rate: up for an expert that had fewer tokens than the mean, down for one that had more.
+a fixed rate: up for an expert that had fewer tokens than the mean, and down for one that had more.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ class Experts(ExpertStacks):
         self.w1, self.w2, self.w3 = (nn.Parameter(torch.empty(shape)) for _ in range(3))
 
     def forward(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """Apply this rank's experts to `rows` [rows, width], sorted by expert; `counts`: rows of each expert."""
+        """Apply this rank's experts to `rows` [rows, width], sorted by expert; `counts`: rows per expert."""
         # The gradient of `unbind` is one stack; indexing each expert would sum whole stacks.
         matrices = (own_weight(weight).unbind() for weight in (self.w1, self.w2, self.w3))
         parts = zip(rows.split(list(counts)), *matrices, strict=True)
@@ -96,7 +96,7 @@ def compute_here(rows: torch.Tensor, load: torch.Tensor, experts: Experts) -> to
 
 
 class MixtureOfExperts(nn.Module):
-    """Layer that computes each token with a few experts; no token is dropped."""
+    """Layer in which a few experts process each token; no token is dropped."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

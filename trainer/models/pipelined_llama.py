@@ -1,4 +1,4 @@
-"""A rank's stages as one model: parameters with their names in the whole model, and the pipeline that runs it."""
+"""A rank's stages as one model: parameters named as in the whole model, and the pipeline that runs the stages."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from trainer.protocol.config_sections.recipe_config import ModelConfig, TrainCon
 
 
 class NumberedLayers(nn.ModuleList):
-    """Layers in order under their numbers in the whole model, so that `layers.5.attention.wq.weight` keeps its name."""
+    """Layers in order, numbered as in the whole model, so that `layers.5.attention.wq.weight` keeps its name."""
 
     def __init__(self, layers: Mapping[int, nn.Module]) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class PipelinedLlama(StagesOfRank, PipelinedModel):
         self._stages = tuple(modules)
 
     def set_initial_weights(self, seed: int) -> None:
-        """Set the weights like `Llama.set_initial_weights`."""
+        """Set the initial weights, as `Llama.set_initial_weights` does."""
         for module in self._stages:
             module.set_initial_weights(seed)
 
@@ -123,7 +123,7 @@ def stage(
     module: LlamaStage, train: TrainConfig, group: dist.ProcessGroup, device: torch.device, *,
     sequences: int, tp: int = 1,
 ) -> LocalStage:  # fmt: skip
-    """Return `module` as a stage in the pipeline of `group`; `sequences`: number per micro-batch."""
+    """Return `module` as a stage in the pipeline of `group`; `sequences`: their number per micro-batch."""
     part, own = module.stage, module.part
     length = (train.seq_len if own is None else own.chunk * len(own.chunks)) // tp
     tokens, activation, loss = _examples(train, (sequences, length, module.config.dim))

@@ -40,24 +40,24 @@ _WRAPPERS = ("module.", "_orig_mod.")
 
 @dataclass(frozen=True, kw_only=True)
 class ImportSource:
-    """Data to import: model and optimizer tensors under their original names, and plain facts."""
+    """Data to import: model and optimizer tensors under their original names, and plain values."""
 
     place: Path
     model: ExternalTensors
     optimizer: Mapping[str, Tensor] = field(default_factory=dict)
     more: Mapping[str, Tensor] = field(default_factory=dict)
-    """Optimizer tensors that belong to no parameter, by key."""
+    """Optimizer tensors that do not belong to a parameter, by their keys."""
     step: int = 0
     facts: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] | None = None
     """Hugging Face's `config.json`."""
     fingerprints: Mapping[str, str] = field(default_factory=dict)
-    """Fingerprints recorded at export, by name."""
+    """Fingerprints recorded at export, keyed by name."""
 
 
 @dataclass(kw_only=True)
 class ImportPlan:
-    """The new checkpoint's tensors, and complaints with the overrides that fix them (or an empty string)."""
+    """The new checkpoint's tensors, and complaints, each with an override that fixes it (or an empty string)."""
 
     tensors: dict[str, ImportedTensor] = field(default_factory=dict)
     complaints: list[tuple[str, str]] = field(default_factory=list)
@@ -145,7 +145,7 @@ def _strip_wrapper_prefixes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def plan_import(source: ImportSource, config: JobConfig, *, weights_only: bool) -> ImportPlan:
-    """Match the source with the model of the workload in `config`; raises WorkloadError if it cannot be built."""
+    """Match the source with the model of the workload in `config`. Raises WorkloadError if it cannot be built."""
     found = ImportPlan()
     model = _built_model(config)
     shared = shared_tensors(model)
@@ -264,7 +264,7 @@ def facts(source: ImportSource, found: ImportPlan) -> tuple[int, dict[str, Any]]
     """Return the step at which training continues, and the plain values of the checkpoint."""
     made = {"imported": {"source": str(source.place), "optimizer": found.optimizer}}
     begin = {"step": 0, "consumed": 0, "loss": float("nan"), "seed": None, "fingerprint": None}
-    # Without its data position a state can only start from step 0.
+    # Without its data position, a state can only start from step 0.
     if not found.optimizer or not isinstance(source.facts.get("consumed"), int):
         return 0, {**begin, **made}
     kept = {key: source.facts[key] for key in begin if source.facts.get(key) is not None}
@@ -274,11 +274,11 @@ def facts(source: ImportSource, found: ImportPlan) -> tuple[int, dict[str, Any]]
 
 
 def _rank_state(source: ImportSource) -> list[dict[str, Any]]:
-    """Return the optimizer part of each rank's state, such as counters of parameter groups."""
+    """Return the optimizer's part of each rank's state, such as parameter groups' counters."""
     states = source.facts.get("rank_state", [])
     return [{"optimizer": each["optimizer"]} for each in states] if all("optimizer" in each for each in states) else []
 
 
 def overrides(complaints: list[tuple[str, str]]) -> Iterator[str]:
-    """Yield the overrides that fix the complaints, each once."""
+    """Yield the overrides that fix the complaints, without duplicates."""
     yield from dict.fromkeys(fix for _, fix in complaints if fix)

@@ -12,7 +12,7 @@ from trainer.parallel.dimension import Dimension, Fix, Recipe, Section, Splits, 
 class CpMethod(StrEnum):
     """Methods of context parallelism."""
 
-    AUTO = "auto"  # `ulysses` if a rank's heads can be divided, else `ring`
+    AUTO = "auto"  # `ulysses` if a rank's heads divide evenly, else `ring`
     ULYSSES = "ulysses"  # each rank has all tokens of some heads: an all-to-all before and after attention
     RING = "ring"  # each rank has some tokens of all heads: keys and values travel from rank to rank
 
@@ -48,7 +48,7 @@ def cp_method(heads: int, parallel: Any) -> CpMethod:
 
 
 def chunks_per_rank(method: CpMethod) -> int:
-    """Return the chunks of a sequence per rank: in a ring, one from each end, so that ranks do equal work."""
+    """Return how many chunks of a sequence a rank has: in a ring, one from each end, so that ranks do equal work."""
     return 2 if method is CpMethod.RING else 1
 
 

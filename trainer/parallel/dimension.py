@@ -12,7 +12,7 @@ Fix = dict[str, Any]
 
 
 class Splits(Enum):
-    """The part of a training step that a dimension divides; it decides which tokens and state a rank has."""
+    """The part of a training step that a dimension divides, which decides the tokens and the state that a rank has."""
 
     LAYERS = "layers"
     BATCH = "batch"
@@ -39,7 +39,7 @@ class Recipe(Protocol):
 
 
 class Section:
-    """Base of a dimension's config section, whose fields are keys of `parallel`."""
+    """Base class of a dimension's config section, whose fields are keys of `parallel`."""
 
     def check(self) -> None:
         """Raise ValueError for values that no layout can have."""
@@ -103,7 +103,7 @@ def mesh_coordinates(sizes: Sequence[int], rank: int) -> tuple[int, ...]:
 
 
 def locate_rank(sizes: Mapping[str, int], rank: int) -> dict[str, int]:
-    """Return the index of `rank` in each dimension of a mesh, by name."""
+    """Return the index of `rank` in each dimension of a mesh, keyed by name."""
     return dict(zip(sizes, mesh_coordinates(tuple(sizes.values()), rank), strict=True))
 
 

@@ -60,14 +60,14 @@ SHOWN = 3
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutRefusal:
-    """Refusal of a layout: its problems, and the nearest layout that fits (empty if none was found)."""
+    """Refusal of a layout: the layout's problems, and the nearest layout that fits (empty if none was found)."""
 
     what: str
     fix: Fix
 
     @property
     def hint(self) -> str:
-        """Return the keys to type; empty if no fitting layout was found."""
+        """Return the keys to set, or an empty string if no fitting layout was found."""
         return " ".join(["type", *map(_format_key, self.fix.items())]) if self.fix else ""
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ def _format_key(item: tuple[str, Any]) -> str:
 
 
 def refusal(config: JobConfig, may_change: MayChange = lambda key: True) -> LayoutRefusal | None:
-    """Return why the config does not fit, or None; only keys that `may_change` are offered as a fix."""
+    """Return why the config does not fit, or None; only keys that `may_change` accepts are offered as a fix."""
     found = problems(config)
     if not found:
         return None
@@ -92,9 +92,9 @@ def refusal(config: JobConfig, may_change: MayChange = lambda key: True) -> Layo
 CHOICES = 6
 """Sizes tried for each dimension: the nearest divisors of the world size, and 1."""
 EXTRA_COST = {"parallel.tp_across_nodes": 3.0, "model.tie_embeddings": 2.0}
-"""Extra costs of a slow network in every layer, and of a different model. A key costs 1, plus its octaves."""
+"""Extra costs of a slow network in every layer, and of a different model. Each key costs 1, plus its octaves."""
 WHOLE_COST = 4.0
-"""Cost of replacing several stages by one: the model may be too large for it."""
+"""Cost of replacing several stages with one, for which the model may be too large."""
 
 
 def nearest_fix(config: JobConfig, may_change: MayChange) -> Fix:
@@ -189,7 +189,7 @@ def _batch(config: JobConfig) -> Fix:
 def _other_nodes(config: JobConfig, may_change: MayChange) -> Fix:
     """Return the nearest number of nodes on which the layout fits, with further changes; empty if none was found."""
     cluster = config.cluster
-    least = 2 if cluster.spare_nodes else 1  # the node that leads the job has no spare
+    least = 2 if cluster.spare_nodes else 1  # the job's lead node has no spare
     for nodes in sorted(range(least, 2 * cluster.nodes + 1), key=lambda nodes: (abs(nodes - cluster.nodes), nodes)):
         changed = replace(config, cluster=replace(cluster, nodes=nodes))
         if nodes != cluster.nodes:

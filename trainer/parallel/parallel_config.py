@@ -39,7 +39,7 @@ class ParallelConfig(
                 section.check(self)
 
     def mesh_sizes(self, world_size: int) -> dict[str, int]:
-        """Return all sizes with defaults filled in; raises ValueError if their product is not `world_size`."""
+        """Return all sizes with defaults filled in. Raises ValueError if their product is not `world_size`."""
         data_ranks = max(1, world_size // self.ranks_per_share)
         sizes: dict[str, int] = {}
         words: list[str] = []
@@ -74,7 +74,7 @@ class ParallelConfig(
         return sizes["dp_replicate"] * sizes["dp_shard"]
 
     def place_words(self, world_size: int, rank: int) -> str:
-        """Describe the place of `rank` in dimensions with several ranks; empty for plain data parallelism."""
+        """Describe the position of `rank` in dimensions with several ranks; empty for plain data parallelism."""
         sizes = self.mesh_sizes(world_size)
         words = [f"{name} {at}" for name, at in locate_rank(sizes, rank).items() if sizes[name] > 1]
         words += [place for dimension in DIMENSIONS if (place := dimension.place(rank, self))]

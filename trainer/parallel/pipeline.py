@@ -28,7 +28,7 @@ def micro_batch_problem(pipeline: PipelineConfig, train: TrainConfig, ranks: int
 
 
 class PipelineParallelism(Dimension):
-    """Ranks hold different stages, which `trainer/models/pipelined_llama.py` builds."""
+    """Ranks hold different stages, built by `trainer/models/pipelined_llama.py`."""
 
     name, key, splits = "pp", "pipeline.stages", Splits.LAYERS
     sends_messages = True
@@ -78,7 +78,7 @@ class PipelineParallelism(Dimension):
         if pipeline.splits_backward:
             key = f"parallel.pipeline.schedule={pipeline.schedule}"
             if job.train.activation_checkpointing:
-                # 11 times for a layer of the built-in model. With `keep: products`, torch raises an error.
+                # The built-in model's layers are recomputed 11 times. With `keep: products`, torch raises an error.
                 yield f"{key} with train.activation_checkpointing=true: torch 2.13 recomputes a layer for each weight"
             if job.train.compile:
                 yield f"{key} with train.compile=true: torch 2.13 cannot split the backward pass of compiled layers"

@@ -1,4 +1,4 @@
-"""A local job: the process that holds it, starts its tasks through submitit, and records their end.
+"""A local job: the process that holds it, starts its tasks through submitit, and records how they end.
 
 Started as `python -P -m orchestrator.scheduler.local.local_job INTENT`. It leaves its parent's session, so that Ctrl-C
 in the terminal and the end of the submitting process do not affect it. The parent waits until the job is recorded.
@@ -40,7 +40,7 @@ class _Executor(LocalExecutor):  # type: ignore[misc]  # submitit is not type-ch
 
 
 class JobRunner:
-    """Life cycle of one local job: held, running, finished. GPUs are assigned by node."""
+    """Life cycle of one local job: held, running, finished. GPUs are assigned per node."""
 
     def __init__(self, intent: Intent, host: JobProcess) -> None:
         self._intent, self._host = intent, host
@@ -49,7 +49,7 @@ class JobRunner:
         self._timed_out = False
 
     def prepare(self) -> None:
-        """Write the payload, and the environment that submitit and the agents read."""
+        """Write the payload, and set the environment that submitit and the agents read."""
         intent = self._intent
         made = _Executor(intent.folder)
         made.update_parameters(tasks_per_node=intent.nodes, timeout_min=intent.limit_s / 60)
@@ -63,7 +63,7 @@ class JobRunner:
         )
 
     def run(self) -> JobEnd:
-        """Wait for the release, run the tasks and return their end."""
+        """Wait for the release, run the tasks and return how they ended."""
         signal.signal(signal.SIGTERM, self._cancel)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # inherited by tasks: the warning must not kill a starting task
@@ -83,7 +83,7 @@ class JobRunner:
         return self._end("FAILED" if bad else "COMPLETED", ", ".join(bad), codes)
 
     def _cancel(self, *_: object) -> None:
-        """Forward SIGTERM. The tasks have `KILL_WAIT_S` seconds after the first call."""
+        """Forward SIGTERM. From the first call on, the tasks have `KILL_WAIT_S` seconds to exit."""
         if self._cancelled_at is None:
             self._cancelled_at = time.monotonic()
         self._signal_tasks(signal.SIGTERM)
@@ -145,7 +145,7 @@ class JobRunner:
 
 
 def _begin(intent: Intent) -> JobRunner | None:
-    """Return the prepared job, or None if another process is already the job. Raises preparation errors."""
+    """Return the prepared job, or None if another process is already the job. Raises any error in preparing it."""
     host = records.claim(intent.folder)
     if host is None:  # a second submission under this name: the first one is the job
         return None
@@ -221,7 +221,7 @@ def _log_traceback() -> None:
 
 
 def _startup_exit_code(report: bytes) -> int:
-    """Return the exit code for the process that waits for the job, from the job's report."""
+    """Return the exit code to give the process that waits for the job, based on the job's report."""
     if report == _READY:
         return 0
     sys.stderr.write(report.decode(errors="replace"))

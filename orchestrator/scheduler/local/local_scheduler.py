@@ -2,8 +2,8 @@
 
 A held job is a process that waits for its release and has started nothing yet, so it is PENDING as on Slurm. It is the
 parent of the tasks and records their end in Slurm's terms: COMPLETED (all exit codes 0), FAILED, TIMEOUT, CANCELLED. If
-it was killed, the job is RUNNING while any of its tasks lives, and then FAILED; NODE_FAIL if the machine was rebooted.
-Only the outcome file describes what the run achieved.
+it was killed, the job is RUNNING while any of its tasks lives, and then FAILED, or NODE_FAIL if the machine was
+rebooted. Only the outcome file describes what the run achieved.
 
 `<state home>/local-jobs/<name>.json` is the intent, written before anything is started. The other files are in the
 job's submission folder, written by the process that is the job (`local_job`): `local-job.json` (its process),
@@ -47,7 +47,7 @@ _END_BYTES = 8192  # bytes reserved for a job's end: exit codes of a few hundred
 
 @dataclass(frozen=True, kw_only=True)
 class Intent:
-    """A local job as requested; times are seconds since the epoch."""
+    """A local job as requested; times are in seconds since the epoch."""
 
     name: str
     comment: str
@@ -158,7 +158,7 @@ def write_job_process(submission: Path, host: JobProcess) -> None:
 
 
 def read_job_process(submission: Path) -> JobProcess | None:
-    """Return the job's process, or None until it has recorded itself. Raises OSError or ValueError."""
+    """Return the job's process, or None if it has not recorded itself yet. Raises OSError or ValueError."""
     return _read(submission / _PROCESS, lambda fields: JobProcess(**fields))
 
 
@@ -167,7 +167,7 @@ def write_end(submission: Path, end: JobEnd) -> None:
 
 
 def read_end(submission: Path) -> JobEnd | None:
-    """Return the job's end, or None until it has ended. Raises OSError or ValueError."""
+    """Return the job's end, or None if it has not ended yet. Raises OSError or ValueError."""
     return _read(submission / _END, lambda fields: JobEnd(**{**fields, "exit_codes": tuple(fields["exit_codes"])}))
 
 
@@ -196,7 +196,7 @@ def _is_same_process(host: JobProcess) -> bool:
 
 
 def marked_processes(name: str) -> list[int]:
-    """Return the job's live processes, found by the mark in their environment, except the calling process."""
+    """Return the job's live processes, found by the mark in their environment, other than the calling process."""
     wanted = f"{MARK}={name}".encode()
     found = []
     for entry in os.listdir("/proc"):
@@ -244,7 +244,7 @@ def _send(pids: list[int], number: int) -> None:
 
 _START_TIMEOUT_S = 60.0
 _ORPHAN_GRACE_S = 5.0
-_SILENT_S = 60.0  # seconds without a heartbeat after which a job with invisible processes is unknown
+_SILENT_S = 60.0  # seconds without a heartbeat after which the state of a job with invisible processes is unknown
 
 
 class LocalScheduler:
@@ -314,7 +314,7 @@ class LocalScheduler:
             elif alive is False:
                 end_marked(intent.name, _ORPHAN_GRACE_S)
             elif host.boot == boot_id():
-                _send(marked_processes(intent.name), signal.SIGTERM)  # in a container whose processes are visible
+                _send(marked_processes(intent.name), signal.SIGTERM)  # in a container, but visible here
 
     def _intents(self) -> list[Intent]:
         try:
@@ -323,7 +323,7 @@ class LocalScheduler:
             raise SlurmUnreachable(f"cannot look up local jobs: {error}", where=str(self._index)) from error
 
     def _status_or_trouble(self, intent: Intent) -> JobStatus | None:
-        """Return a job's status, UNREADABLE on errors, so that it does not hide other jobs."""
+        """Return a job's status, or UNREADABLE on an error, so that one job does not hide the others."""
         try:
             return self._status(intent)
         except (SlurmUnreachable, OSError, ValueError) as error:
@@ -442,7 +442,7 @@ def _known(intent: Intent, host: JobProcess) -> JobStatus | None:
         if end is None and not alive and (end := read_end(intent.folder)) is None:
             return None
     elif end is None and not alive:
-        end = read_end(intent.folder) or _without_end(intent, host)  # it may have finished since
+        end = read_end(intent.folder) or _without_end(intent, host)  # it may have just finished
     held = end is None and alive is True and not (intent.folder / RELEASED).exists()
     state = end.state if end else "PENDING" if held else "RUNNING"
     codes = [code for code in end.exit_codes if code is not None] if end else []
@@ -479,14 +479,14 @@ def _seems_alive(intent: Intent, host: JobProcess) -> bool:
 
 
 def _reboot_end(intent: Intent, host: JobProcess) -> JobEnd | None:
-    """Return NODE_FAIL if this machine has rebooted since, or None for a job from this boot or another machine."""
+    """Return NODE_FAIL if this machine has rebooted since the job's last sign of life, else None."""
     if host.boot == boot_id() or _last_sign(intent, host) >= boot_time():
         return None
     return JobEnd(state="NODE_FAIL", reason="the machine was rebooted", ended_at=host.started_at or intent.asked_at)
 
 
 def _last_sign(intent: Intent, host: JobProcess) -> float:
-    """Return the time of the submission, of the start or of the coordinator's last heartbeat."""
+    """Return the time of the job's last sign of life: its submission, its start or the coordinator's last heartbeat."""
     beat = 0.0
     with contextlib.suppress(FileNotFoundError):
         beat = AttemptDir(intent.folder.parent).heartbeat.stat().st_mtime

@@ -17,7 +17,7 @@ TOKEN = "SLURM_JWT"  # noqa: S105  # the name of the variable
 
 @dataclass(frozen=True, kw_only=True)
 class ClientEnvironment:
-    """Slurm selection of a process's environment; `token` is the digest of its TOKEN, or empty."""
+    """The Slurm that a process's environment selects; `token` is the digest of its TOKEN, or empty."""
 
     variables: dict[str, str] = field(default_factory=dict)
     sbatch: str = ""  # path of sbatch; empty: not on PATH
@@ -47,7 +47,7 @@ class ClientEnvironment:
         return asdict(self)
 
     def differences(self, other: "ClientEnvironment") -> list[str]:
-        """Return the differences from another environment in words: `SLURM_CONF is /a, not /b`."""
+        """Describe the differences from another environment: `SLURM_CONF is /a, not /b`."""
         found = [
             f"{name} is {self.variables.get(name, 'unset')}, not {other.variables.get(name, 'unset')}"
             for name in NAMES
@@ -58,7 +58,7 @@ class ClientEnvironment:
         return [*found, f"{TOKEN} is different"] if self.token != other.token else found
 
     def can_replace(self, other: "ClientEnvironment") -> bool:
-        """Return whether taking over this environment has an effect. A token cannot be taken over."""
+        """Return whether taking over this environment would have an effect. A token cannot be taken over."""
         return (self.variables, self.sbatch) != (other.variables, other.sbatch)
 
     def build_environ(self, environ: Mapping[str, str]) -> dict[str, str]:

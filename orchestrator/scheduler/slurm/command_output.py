@@ -28,13 +28,13 @@ SACCT_FIELDS = ("JobIDRaw", "State", "Reason", "ExitCode", "Submit", "End", "Nod
 SACCT_FORMAT = ",".join(SACCT_FIELDS)
 _SETTINGS = {"time limit": "TimeLimit", "requeue": "Requeue", "partition": "Partition", "account": "Account",
              "qos": "QOS"}  # fmt: skip
-"""Settings that a site may change from the request, by their common names."""
+"""Slurm's names of settings that a site may change after the request, keyed by common name."""
 
 MOST_NODES = 100_000  # maximum number of names that a host list may expand to
 _ITEM = re.compile(r"(?:[^,\[]|\[[^\]]*\]?)+")
 _BRACKETS = re.compile(r"\[([^\]]*)\]")
 _RANGE = re.compile(r"(\d+)-(\d+)(?:/(\d+))?", re.ASCII)
-_LONGEST_NUMBER = 18  # maximum digits; a range with more exceeds MOST_NODES or is unrealistic
+_LONGEST_NUMBER = 18  # maximum number of digits; a range with more exceeds MOST_NODES or is unrealistic
 
 _NAMELESS = "allocation"  # sacct's name for a job that has none
 _CLUSTER = re.compile(r"^CLUSTER: \S+ *\n", re.MULTILINE)
@@ -75,8 +75,8 @@ def read_queue(text: str, mine: Mine = lambda job: True) -> Listing:
 def read_accounting(text: str, mine: Mine = lambda job: True) -> Listing:
     """Return jobs listed by `sacct -X -D -n -p --delimiter SEPARATOR -o SACCT_FORMAT` that satisfy `mine`.
 
-    Two kinds of rows are left out: rows without a name, when slurmdbd received a job's end before its start, and rows
-    of jobs that slurmctld has lost. Raises UnreadableField.
+    Two kinds of rows are left out: rows without a name, which appear when slurmdbd receives a job's end before its
+    start, and rows of jobs that slurmctld has lost. Raises UnreadableField.
     """
     return _read(text, SACCT_FIELDS, _parse_accounting_row, mine)
 
@@ -215,14 +215,14 @@ DOWN = frozenset({"DOWN", "FAIL", "FAILING"})
 OUT_OF_SERVICE = DOWN | {"DRAINED", "DRAINING", "INVAL", "MAINT", "REBOOT"}
 """INVAL: the node came back with fewer resources than configured, for example without one of its GPUs."""
 _NODE_MARKS = "+*~#!%$@^-"
-"""Suffixes of a node state: not responding (*), power saving (~#!%), in a maintenance reservation ($), or pending
-reboot (@^) or planned job (-)."""
+"""Suffixes of a node state: not responding (*), power saving (~#!%), in a maintenance reservation ($), about to
+reboot (@^), or planned for a job (-)."""
 
 
 def read_node_states(text: str, asked: frozenset[str], wanted: frozenset[str]) -> frozenset[str]:
     """Return nodes in `asked` that `sinfo -h -N -o "%N %T"` shows in a wanted state.
 
-    The `*` of a node that does not respond is not conclusive. A node without a row has left the cluster. Raises
+    The `*` of a node that does not respond proves nothing. A node without a row has left the cluster. Raises
     UnreadableField if a node is missing and some row is malformed.
     """
     rows = [line.split() for line in text.splitlines() if line.strip()]
@@ -237,7 +237,7 @@ def _known(value: str) -> str:
 
 
 def plain_state(text: str) -> str:
-    """Return only the state: "CANCELLED by 0" and "CANCELLED+" are CANCELLED."""
+    """Return the bare state: "CANCELLED by 0" and "CANCELLED+" are CANCELLED."""
     words = text.split()
     return words[0].rstrip("+*").upper() if words else ""
 
@@ -246,8 +246,8 @@ def read_ending(state: str, text: str) -> tuple[int | None, int | None]:
     """Read the exit code, or else the signal, of a job in this state from squeue's `exit_code` or sacct's `ExitCode`.
 
     The text is `code:signal` (`3:0`, `0:9`) or, from squeue before 24.11, a raw wait status (768, 9); other text is
-    unknown. After a node failure, Slurm writes its own number. sacct before 25.11 subtracts 128 from codes of 128 and
-    more, so FAILED with code 0 is unknown.
+    unknown. After a node failure, Slurm writes a number of its own. sacct before 25.11 subtracts 128 from codes of 128
+    and more, so FAILED with code 0 is unknown.
     """
     if state not in ENDED_STATES or state in _NOTHING_EXITED:
         return None, None
@@ -333,7 +333,7 @@ _OWN_OPTIONS = ("SQUEUE_", "SACCT_", "SCANCEL_", "SBATCH_", "SINFO_", "SCONTROL_
 
 
 def query_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of queries: no options from a user's shell, times in UTC, messages in English."""
+    """Return the environment for queries: no options from a user's shell, times in UTC, messages in English."""
     kept = {key: value for key, value in environ.items() if not key.startswith(_OWN_OPTIONS)}
     return {**kept, "TZ": "UTC", "LC_ALL": "C", "SLURM_TIME_FORMAT": "standard"}
 

@@ -1,4 +1,4 @@
-"""Compares a job's request with the nodes that Slurm reports."""
+"""Comparison of a job's request with the nodes that Slurm reports."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -53,7 +53,7 @@ class _Need(NamedTuple):
 
 
 def partitions_here(text: str) -> dict[str, bool]:
-    """Return the partitions printed by `PARTITIONS`; true for the default one, marked by `*`."""
+    """Return the partitions printed by `PARTITIONS`, with True for the default one, which is marked by `*`."""
     names = [line.strip() for line in text.splitlines() if line.strip()]
     return {name.rstrip("*"): name.endswith("*") for name in names}
 
@@ -183,7 +183,7 @@ def _nodes(count: int) -> str:
 
 
 def usable_nodes(asked: Resources, without: frozenset[str]) -> int | None:
-    """Return how many nodes outside `without` could run the job. Of several partitions, the largest number counts.
+    """Return how many nodes outside `without` could run the job: with several partitions, the largest number.
 
     `cluster.constraint` is not considered. Return None for a partition that Slurm does not list. Raises
     SlurmUnreachable.

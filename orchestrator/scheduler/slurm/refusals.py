@@ -21,7 +21,7 @@ from trainer.protocol.cut_text import cut
 
 @dataclass(frozen=True)
 class RefusalRule:
-    """Table row. `words` are patterns for sbatch's output, `hint` is advice, and `change` is the key to change."""
+    """A table row. `words` are patterns for sbatch's output, `hint` is advice, and `change` is the key to change."""
 
     retryable: Retryable
     hint: str
@@ -30,9 +30,9 @@ class RefusalRule:
 
 
 _SITE = "only Slurm's administrators can end this; see `scontrol ping`, `sinfo -s` and `scontrol show reservation`"
-_LIMIT = "this clears when jobs of yours or of your account end: `squeue --me`, `sacctmgr show qos`"
+_LIMIT = "this clears when your jobs, or others in your account, end: `squeue --me`, `sacctmgr show qos`"
 _PER_JOB = "request less (cluster.time, cluster.nodes, cluster.gpus_per_node), or choose another cluster.qos"
-_ACCOUNT = "cluster.account and cluster.qos must be yours on this partition: `sacctmgr show assoc user=$USER`"
+_ACCOUNT = "cluster.account and cluster.qos must be open to you on this partition: `sacctmgr show assoc user=$USER`"
 _PARTITION = "`sinfo -s` lists partitions"
 SIZE = "`sinfo -Nel` shows what nodes have: change cluster.nodes, cpus_per_task, mem, gpus_per_node or constraint"
 GRES = "`sinfo -o '%N %G'` shows what nodes have besides cores and memory"
@@ -48,7 +48,7 @@ REFUSALS = (
         r"(QOS|Assoc)(Max|Grp)\w+", "QOSUsageThreshold", "violates accounting/qos policy",
         "breached requested qos usage threshold", "maxjobcount limit", "job queue full",
     )),
-    # Conditions of the site: downtime, maintenance, upgrades, load.
+    # Site conditions: downtime, maintenance, upgrades, load.
     RefusalRule(Retryable.YES, _SITE, (
         "temporarily unable to accept", "resource temporarily unavailable", "creation temporarily disabled",
         "rate limit exceeded", "requested nodes are busy", "required ports are in use", "submissions disabled",
@@ -58,7 +58,7 @@ REFUSALS = (
         "resource limit exceeded", "i/o error writing script", "slurm internal error", "job credential",
         "incompatible versions", "plugin initialization failed", "unable to open file",
     )),
-    # For a valid job, an unreachable directory or slurmdbd causes these; in a new run they are typos.
+    # For a valid job, these mean an unreachable directory or slurmdbd; in a new run, they mean a typo.
     RefusalRule(Retryable.ONCE_ACCEPTED, _ACCOUNT, (
         r"invalid (account|qos|wckey)", "user's group not permitted", "permission denied", "access denied",
         r"invalid (user|group) id",
@@ -154,13 +154,13 @@ class Lasts(Enum):
     """Conditions that end a wait."""
 
     CLEARS = auto()  # when jobs end or time passes
-    MAY_STAY = auto()  # when someone outside acts
+    MAY_STAY = auto()  # when someone else acts
     STAYS = auto()  # never, unless the request changes
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Meaning of a pending reason. `change` has keys to change, and `look` is a command that shows details."""
+    """Meaning of a pending reason. `change` lists keys to change, and `look` is a command that shows details."""
 
     lasts: Lasts
     words: str
@@ -190,7 +190,7 @@ _WAITS: tuple[tuple[str, Wait], ...] = (
     ("PartitionDown|PartitionInactive", Wait(
      Lasts.MAY_STAY, "the partition does not accept jobs now", "cluster.partition=NAME", "`sinfo -s`")),
     ("ReqNodeNotAvail.*maintenance.*", Wait(
-     Lasts.CLEARS, "its nodes are reserved for maintenance, and its time limit reaches into that", for_nodes=True)),
+     Lasts.CLEARS, "its nodes are reserved for maintenance, which begins before its time limit ends", for_nodes=True)),
     ("ReqNodeNotAvail.*|NodeDown|nodes required for job are down.*", Wait(Lasts.MAY_STAY,
      "nodes that it needs are down, drained or reserved", "cluster.nodes=NUMBER", "`sinfo -R`", for_nodes=True)),
     ("(QOS|Assoc)Grp.*Minutes.*|QOSUsageThreshold", Wait(
@@ -226,7 +226,7 @@ def waits_for_nodes(reason: str) -> bool | None:
 def waiting_words(reason: str, asked: Resources, run: str, waited: float) -> str:
     """Return why a job has been waiting for `waited` seconds.
 
-    For example ` (Priority): jobs with higher priority go first`; if the wait may not end, also the remedy.
+    An example is ` (Priority): jobs with higher priority go first`. If the wait may not end, the remedy follows.
     """
     if reason in ("", "None"):
         return ""

@@ -54,7 +54,7 @@ def with_environment(environ: Mapping[str, str], command: Sequence[str]) -> Iter
 
 
 class HeldExecutor(SlurmExecutor):  # type: ignore[misc]  # submitit is not type-checked here
-    """SlurmExecutor with a submission command that has a time limit and the environment of the run's submitter."""
+    """SlurmExecutor whose submission command has a time limit and the environment of the run's submitter."""
 
     spec: JobSpec
     words: Sequence[str] = ()  # command words before SCRIPT during submission; submitit cannot set an environment
@@ -90,7 +90,7 @@ def executor(spec: JobSpec, folder: Path | None = None) -> HeldExecutor:
     made = HeldExecutor(folder=folder or spec.submission, python=prepared.python)
     made.spec = spec
     by_name = folder in (None, spec.submission)
-    setup = ["export SPT_NOENV=1", *prepared.setup]  # processes that rename themselves keep a readable environment
+    setup = ["export SPT_NOENV=1", *prepared.setup]  # renamed processes keep a readable environment
     setup.append(f"export {TAG_VARIABLE}={shlex.quote(spec.name)}")
     if prepared.own_interpreter and spec.submitter.package_root:
         setup.append(f"export PYTHONPATH={shlex.quote(spec.submitter.package_root)}")
@@ -139,7 +139,7 @@ def _fixed_options(spec: JobSpec) -> dict[str, Any]:
 
 def _srun_arguments(resources: Resources) -> list[str]:
     """Return srun arguments that keep agents alive to record outcomes when another agent or a node fails."""
-    no_kill = ["--no-kill"] if resources.spares else []  # also if a node dies
+    no_kill = ["--no-kill"] if resources.spares else []  # even if a node dies
     cpus = f"--cpus-per-task={resources.cpus_per_task}"
     return ["--open-mode=append", "--kill-on-bad-exit=0", "--wait=0", *no_kill, "--mpi=none", cpus]
 
@@ -233,7 +233,7 @@ def explain_rejection(error: SubmitRejected, resources: Resources) -> SubmitReje
 
 
 def _name_unknown_nodes(error: SubmitRejected, resources: Resources) -> SubmitRejected:
-    """Add the unknown nodes to a refusal; nodes that orch itself avoided make it retryable."""
+    """Add the unknown nodes to a refusal, which is retryable if orch itself avoided them."""
     done = run_command(["sinfo", "-h", "-a", "-N", "-o", "%N"])
     here = set(done.stdout.split()) if done.returncode == 0 else set()
     excluded = {name for text in resources.exclude for name in expand_nodes(text)}
@@ -241,7 +241,7 @@ def _name_unknown_nodes(error: SubmitRejected, resources: Resources) -> SubmitRe
     unknown = (excluded | wanted) - here if here else set()
     ours = tuple(node for node in resources.avoided if node in unknown)
     if ours and not wanted & unknown:
-        what = f"Slurm no longer knows {', '.join(ours)}, which orch avoided; the next try drops that"
+        what = f"Slurm no longer knows {', '.join(ours)}, which orch avoided; the next try no longer does"
         return SubmitRejected(what, retryable=Retryable.YES, unknown_nodes=ours)
     is_listed = wanted and (wanted & unknown or not excluded)
     key, named = ("cluster.sbatch.nodelist", wanted) if is_listed else ("cluster.exclude", excluded)

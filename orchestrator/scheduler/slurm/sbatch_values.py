@@ -132,7 +132,7 @@ def _check_format(key: str, text: str, form: ValueFormat) -> str:
 
 
 def check_field(key: str, value: object, field: str) -> str:
-    """Return a valid value of a known field (see `_FIELDS`). Raises ConfigError that names `key` and the remedy."""
+    """Return a valid value of a known field (see `_FIELDS`). Raises a ConfigError that names `key` and the remedy."""
     return _check_format(key, _plain(key, value), _FIELDS[field])
 
 
@@ -164,7 +164,7 @@ def check_nodes(key: str, names: tuple[str, ...]) -> str:
 
 
 def check_options(options: Mapping[str, Any], section: str = "cluster") -> dict[str, Any]:
-    """Return `cluster.sbatch` as option -> True or text, without false or null options. Raises ConfigError."""
+    """Return `cluster.sbatch` as {option: True or text}, without false or null options. Raises ConfigError."""
     checked: dict[str, Any] = {}
     for option, value in options.items():
         name = _check_option(option, section)
@@ -287,4 +287,4 @@ _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "interface": check_text,
     "python": check_text,
 }
-"""Check of each key's value."""
+"""Check for each key's value."""

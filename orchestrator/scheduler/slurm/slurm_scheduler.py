@@ -44,7 +44,7 @@ from orchestrator.scheduler.slurm.sbatch_values import check_nodes
 from trainer.protocol.cut_text import cut
 
 ASK_AGAIN, ASK_AGAIN_AT_MOST = 30.0, 600.0
-"""First and longest pause, in seconds, between queries to unresponsive accounting. Each pause doubles the last."""
+"""First and longest pause, in seconds, between queries to unresponsive accounting. Pauses double each time."""
 
 _NO_ACCOUNTING = "accounting storage is disabled"
 _NO_SUCH_JOB = "invalid job id"
@@ -93,7 +93,7 @@ class SlurmScheduler:
         if done.returncode == 0:
             return
         # Without slurmctld, scontrol only prints "Unexpected message received" (22.05), so the queue distinguishes
-        # silence from a refusal. Slurm refuses to release a job that it holds itself, or whose nodes are absent.
+        # silence from a refusal. Slurm refuses to release a job that it holds itself, or whose nodes are missing.
         job = self._in_queue([job_id]).get(job_id)
         if job is not None and job.held:
             log.info("Slurm refuses to release job %s (%s): %s", job_id, job.reason, " ".join(done.stderr.split()))
@@ -152,7 +152,7 @@ class SlurmScheduler:
         return Listing([self._with_script_tag(job) for job in jobs], whole)
 
     def _with_script_tag(self, job: JobStatus) -> JobStatus:
-        """Read the job's tag from its script if it has no other tag: ids are reused after a crash."""
+        """Read the job's tag from its script if it has no other tag, because ids are reused after a crash."""
         if job.state in _OVER or job.state == UNREADABLE or tags(job):
             return job
         key = job.job_id, job.submit_time
@@ -212,7 +212,7 @@ class SlurmScheduler:
         done = run_command(["sacct", *shape, *which], self._timeout)
         if _NO_ACCOUNTING in done.stderr.lower():
             return None
-        # WARNING: sacct may exit 0 with empty output if slurmdbd is away, and report it on stderr only
+        # WARNING: sacct may exit 0 with empty output if slurmdbd is unreachable, and report this only on stderr
         said_nothing = "error:" in done.stderr and not done.stdout.strip()
         if done.returncode != 0 or said_nothing or no_contact(done.stderr):
             raise unreachable("sacct", done.stderr)

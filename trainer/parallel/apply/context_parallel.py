@@ -1,15 +1,16 @@
 """Context parallelism: sequence parts, Ulysses and ring attention.
 
-Queries are [batch, heads, queries, width]; keys and values are [batch, heads, keys, width], with as many heads.
+Queries are [batch, heads, queries, width]; keys and values are [batch, heads, keys, width], with the same number of
+heads.
 
 Ulysses: before attention every rank has some tokens of all heads; an all-to-all gives it all tokens of some heads, and
 another all-to-all returns the results.
 
 Ring: the log-sum-exp of a query's scores determines the weight of a block relative to others (Milakov and Gimelshein
 2018; Dao et al. 2022). The backward pass of a block takes the log-sum-exp and the output over all keys, and returns
-the block's contribution. Each rank has a chunk from the head and one from the tail of every sequence, so with a causal
-mask all ranks have equal work in every turn; fully masked chunks are skipped. Sums are taken in the same order in every
-step.
+the block's contribution. Each rank has one chunk from the head and one from the tail of every sequence, so with a
+causal mask all ranks have equal work in every turn; fully masked chunks are skipped. Sums are taken in the same order
+in every step.
 """
 
 import math
@@ -42,7 +43,7 @@ class BlockResult(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Queries, and keys and values of a block; `is_causal`: query n sees keys up to n, else all keys."""
+    """A block's queries, keys and values. If `is_causal`, query n sees keys up to n, else all keys."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -51,7 +52,7 @@ class Block(NamedTuple):
 
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Gradients of query, key and value."""
+"""Gradients of the query, key and value."""
 
 
 class Kernel(Protocol):
@@ -61,7 +62,7 @@ class Kernel(Protocol):
         """Compute attention to this block."""
 
     def backward(self, given: torch.Tensor, block: Block, whole: BlockResult) -> Gradients:
-        """Return this block's share of the gradients; `given`: gradient of the output over all keys (`whole`)."""
+        """Return this block's share of the gradients; `given` is the gradient of `whole`, the output over all keys."""
 
 
 def choose_kernel(query: torch.Tensor) -> Kernel:
@@ -97,7 +98,7 @@ class CudaFlash:
 
     def backward(self, given: torch.Tensor, block: Block, whole: BlockResult) -> Gradients:
         query, key, value, is_causal = block
-        unused = torch.zeros(2, dtype=torch.int64, device=query.device)  # generators, unused without dropout
+        unused = torch.zeros(2, dtype=torch.int64, device=query.device)  # random generators, unused without dropout
         found: Gradients = _aten._scaled_dot_product_flash_attention_backward(
             given, query, key, value, whole.out, whole.log_sum_exp.contiguous(), None, None,
             query.shape[2], key.shape[2], 0.0, is_causal, unused, unused,
@@ -106,7 +107,7 @@ class CudaFlash:
 
 
 class Plain:
-    """Matrix products and an exponential in float32; holds all scores of a block in memory."""
+    """Matrix products and an exponential in float32; holds all of a block's scores in memory."""
 
     def forward(self, block: Block) -> BlockResult:
         scores = _scores(block)
@@ -138,7 +139,7 @@ def _scores(block: Block) -> torch.Tensor:
 
 
 def sequence_part(length: int, parallel: ParallelConfig, method: CpMethod, rank: int) -> SequencePart:
-    """Return the part of rank `rank`; in a ring, a chunk from each end of a sequence, for equal work."""
+    """Return the part of rank `rank`; in a ring, it has a chunk from each end of a sequence, so that work is equal."""
     ranks, each = parallel.cp, chunks_per_rank(method)
     chunk = padded_length(length, parallel, method) // (ranks * each)
     chunks = (rank, 2 * ranks - 1 - rank) if method is CpMethod.RING else (rank,)
@@ -209,7 +210,7 @@ def _all_to_all(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 class Visible(NamedTuple):
-    """A rank's queries, and the keys of another rank that they see."""
+    """A rank's queries, and the keys of another rank that are visible to them."""
 
     queries: slice
     keys: slice
@@ -226,7 +227,7 @@ def visible_slices(rank: int, source: int, tokens: int) -> Visible:
 
 
 class Ring:
-    """A ring of a group's ranks: each sends to the next rank and receives from the previous one."""
+    """A ring of the ranks in a group: each sends to the next rank and receives from the previous one."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.ranks, self.rank = group.size(), dist.get_rank(group)
@@ -238,7 +239,7 @@ class Ring:
         self._previous = members[(self.rank - 1) % self.ranks]
 
     def start_transfer(self, tensor: torch.Tensor) -> "RingTransfer":
-        """Start sending `tensor` and receiving a tensor of the same shape, while this rank computes."""
+        """Start sending `tensor` and receiving a tensor of the same shape, so that this rank can compute meanwhile."""
         received = torch.empty_like(tensor)
         self.sent_bytes += tensor.nbytes
         if (tracker := current_tracker()) is not None:
@@ -257,7 +258,7 @@ class Ring:
 
 
 class RingTransfer(NamedTuple):
-    """A message in flight; `sent` must stay alive until it completes."""
+    """A message in flight; `sent` must stay alive until the transfer completes."""
 
     sent: torch.Tensor
     received: torch.Tensor
@@ -381,6 +382,6 @@ def apply(model: Any, layout: Layout, config: JobConfig) -> None:
 
 
 def _count_real_tokens(part: SequencePart, layout: Layout) -> int:
-    """Count the tokens, without padding, that this rank's experts see; tensor-parallel ranks share the part."""
+    """Count the tokens, without padding, that this rank's experts see: its share among tensor-parallel ranks."""
     each = len(part.positions) // layout.sizes["tp"]
     return min(max(part.real - layout.place["tp"] * each, 0), each)

@@ -1,4 +1,4 @@
-"""Data parallelism: FSDP2 or plain replicas, refused models, and the comparison of replicas."""
+"""Data parallelism: FSDP2 or plain replicas, refusal of unsupported models, and comparison of replicas."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -37,7 +37,7 @@ _MODULUS = 65_521
 
 
 def residue(number: torch.Tensor) -> torch.Tensor:
-    """Return a float64 number that is equal on ranks with the same bits of `number`, a float64 scalar."""
+    """Return a float64 number that is equal on ranks whose `number`, a float64 scalar, has the same bits."""
     return number.view(torch.int64).remainder(_MODULUS).double()
 
 
@@ -79,7 +79,7 @@ _DDP = "type parallel.strategy=ddp train.dtype=float32"
 
 
 def refuse_modules(model: nn.Module) -> None:
-    """Raise CannotShard for modules that fail even with replicas."""
+    """Raise CannotShard for modules that would fail even with replicas."""
     for name, parameter in model.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             raise CannotShard(f"{name} has no shape yet (a lazy module): give it a batch in build_model()")
@@ -96,11 +96,12 @@ def refuse_modules(model: nn.Module) -> None:
 
 
 def refuse_parameters(units: Sequence[nn.Module], model: nn.Module) -> None:
-    """Raise CannotShard, with names, for parameters that FSDP would reject during a step, or handle wrongly."""
+    """Raise CannotShard, with the names of parameters that FSDP would reject during a step or handle wrongly."""
     if isinstance(model, nn.ModuleDict | nn.ModuleList):
         raise CannotShard(
             f"build_model() returns a {type(model).__name__}, which is never called itself, so FSDP cannot gather "
-            f"what belongs to the whole: return a module with a forward() that has it as an attribute, or {_DDP}"
+            "parameters that belong to the whole model: return a module with a forward() that has it as an attribute, "
+            f"or {_DDP}"
         )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
@@ -149,7 +150,7 @@ def apply(model: Any, layout: Layout, config: JobConfig) -> None:
 def apply_data_parallel(
     units: Sequence[nn.Module], model: nn.Module, layout: Layout, config: JobConfig, policy: MixedPrecisionPolicy
 ) -> None:
-    """Wrap `units` of `model`, or the units chosen by `parallel.fsdp.wrap`, then the whole model; raises CannotShard.
+    """Wrap `units` of `model`, or the units chosen by `parallel.fsdp.wrap`, then the whole model. Raises CannotShard.
 
     Replicas in float32 (DDP) stay plain modules, whose gradients `GradientSync` averages.
     """
@@ -171,7 +172,7 @@ def apply_data_parallel(
 
 def fsdp_options(layout: Layout, config: JobConfig, policy: MixedPrecisionPolicy) -> dict[str, Any]:
     """Return the arguments of `fully_shard` that are the same for every module and mesh."""
-    # A GPU copies from pinned memory while it computes.
+    # A GPU can copy from pinned memory while it computes.
     pins = layout.device.type == "cuda"
     return {
         "mp_policy": policy,
@@ -191,12 +192,12 @@ def offloads_optimizer(config: JobConfig) -> bool:
 
 
 class GradientSync:
-    """Runner of a step's backward passes; gradients are reduced after each micro-batch or after the last."""
+    """Runs a step's backward passes; gradients are reduced after each micro-batch or after the last."""
 
     def __init__(
         self, model: nn.Module, layout: Layout, reduce: Reduce, on_wait: Callable[[], None] = lambda: None
     ) -> None:
-        """Create this after all trained parameters exist. `on_wait`: see GradientBuckets. Raises CannotAverage."""
+        """Create this once all trained parameters exist. `on_wait`: see GradientBuckets. Raises CannotAverage."""
         self._model = model
         self._each = reduce is Reduce.EACH
         self._fsdp = model if isinstance(model, FSDPModule) else None
@@ -276,7 +277,7 @@ class GradientSync:
 def _buckets(model: nn.Module, layout: Layout, on_wait: Callable[[], None]) -> GradientBuckets | None:
     """Return the buckets of plain replicas; None without replicas, or with a single rank.
 
-    With tensor parallelism a single replica needs them too, because gradients of norms are sums over its ranks.
+    With tensor parallelism, a single replica needs them too, because the gradients of norms are sums over its ranks.
     """
     replicated = replicated_parameters(model)
     if not replicated or layout.world_size == 1:

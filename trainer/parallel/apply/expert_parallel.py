@@ -31,7 +31,7 @@ def inverse(order: torch.Tensor) -> torch.Tensor:
 
 
 class _Permuted(torch.autograd.Function):
-    """Gathers in both directions: torch's backward would add gradients, in nondeterministic order on GPUs."""
+    """Gathers in both directions, because torch's backward pass would add gradients, on GPUs in a random order."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
@@ -55,17 +55,17 @@ def own_weight(weight: torch.Tensor) -> torch.Tensor:
 class ExpertStacks(nn.Module):
     """Base class of modules with the weights of several experts, [experts, inner width, width].
 
-    `module(rows, counts)` computes `rows` [rows, width], which are sorted by expert; `counts`: rows of each expert.
+    `module(rows, counts)` computes `rows` [rows, width], which are sorted by expert; `counts`: rows per expert.
     """
 
 
 class BalancedRouter(nn.Module):
-    """Base class of routers that adjust an expert's bias after each step in which its load was not the mean."""
+    """Base class of routers that adjust an expert's bias after each step in which its load differed from the mean."""
 
     same_on_all_ranks = ("moves",)
     """Buffers stored once per checkpoint: a pipeline stage restores them from any rank that saved."""
     moves: torch.Tensor
-    """Net adjustment of each expert's bias, in units of the rate. An integer: its sums are exact in any order."""
+    """Net adjustment of each expert's bias, as an integer multiple of the rate, so that sums are exact in any order."""
     load: torch.Tensor
     """Tokens per expert since the last optimizer step, counted in this rank's backward passes."""
 
@@ -114,7 +114,7 @@ class ExpertBalance:
 
 
 class TokenExchange:
-    """Exchange of tokens among the ranks of `group`, which hold equally many experts, in rank order.
+    """Exchange of tokens among the ranks of `group`, which hold the same number of experts each, in rank order.
 
     The experts' work is excluded from this rank's timing, because a rank with popular experts is not a straggler.
     """
@@ -157,7 +157,7 @@ def _expert_order(received: torch.Tensor) -> torch.Tensor:
 
 
 class _RowExchange(torch.autograd.Function):
-    """Exchanges rows with each rank; gradients take the reverse path. The work in between is not measured."""
+    """Exchanges rows with every rank; gradients take the reverse path. The work in between is not measured."""
 
     @staticmethod
     def forward(
@@ -206,14 +206,14 @@ def share_tokens(model: Any, layout: Layout) -> None:
 
 
 def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Replicate weights on the meta device, without communication."""
+    """Replicate weights on the meta device and without communication."""
     for name, weight in list(module.named_parameters()):
         whole = DTensor.from_local(weight.detach(), mesh, [Replicate()], run_check=False)
         module.register_parameter(name, nn.Parameter(whole))
 
 
 def _split(experts: ExpertStacks, mesh: DeviceMesh) -> None:
-    """Replace stacks by this rank's part, on the meta device, without communication."""
+    """Replace stacks with this rank's part, on the meta device and without communication."""
     for name, weight in list(experts.named_parameters()):
         part = weight.new_empty((weight.shape[0] // mesh.size(), *weight.shape[1:]))
         experts.register_parameter(name, nn.Parameter(DTensor.from_local(part, mesh, [Shard(0)], run_check=False)))
@@ -230,7 +230,7 @@ def _shard(experts: ExpertStacks, layout: Layout, config: JobConfig, policy: Mix
     fully_shard(experts, mesh=mesh, shard_placement_fn=lambda _: Shard(1), **fsdp_options(layout, config, policy))
     assert isinstance(experts, FSDPModule)
     experts.set_gradient_divide_factor(mesh.size() * layout.ep.size() / layout.sizes["tp"])
-    # gloo cannot divide while summing; for a single shard torch 2.13 would then divide twice.
+    # gloo cannot divide while summing; for a single shard, torch 2.13 would then divide twice.
     shards = mesh.size(mesh.ndim - 1)
     experts.set_force_sum_reduction_for_comms(layout.device.type == "cpu" and shards > 1)
 

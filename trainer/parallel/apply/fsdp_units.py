@@ -24,7 +24,7 @@ class ReplacedParameters:
         self._before = dict(model.named_parameters(remove_duplicate=False))
 
     def copy_attributes(self, model: nn.Module) -> None:
-        """Copy attributes of the old parameters, such as optimizer marks, to the new ones; remember the old ones."""
+        """Copy the old parameters' attributes, such as optimizer marks, to the new ones, and remember the old ones."""
         replaced = []
         for name, parameter in model.named_parameters(remove_duplicate=False):
             old = self._before.get(name, parameter)
@@ -85,9 +85,9 @@ def _module(function: Any) -> nn.Module | None:
 
 
 CLASSES = "_classes_of_whole_model"
-"""Attribute of a part of a model: the class names of all modules in the whole model."""
+"""Attribute of a model part that has the class names of all modules in the whole model."""
 Places = Mapping[int, list[str]]
-"""All names of each parameter, by id; tied parameters have several."""
+"""All names of each parameter, keyed by id; tied parameters have several."""
 
 
 class CannotShard(ValueError):
@@ -95,7 +95,7 @@ class CannotShard(ValueError):
 
 
 def chosen_units(model: nn.Module, wrap: str, layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the units selected by `parallel.fsdp.wrap`, inner modules before outer ones; `auto`: `layers`.
+    """Return the units selected by `parallel.fsdp.wrap`, inner modules before outer ones; `auto` selects `layers`.
 
     A module that shares a parameter with the rest of the model (tied embeddings) is never a unit. Raises CannotShard.
     """
@@ -123,7 +123,7 @@ def class_name(module: nn.Module) -> str:
 
 
 def _large_units(closed: Sequence[nn.Module], least: int) -> list[nn.Module]:
-    """Return modules with at least `least` parameters outside the units that they contain."""
+    """Return modules with at least `least` parameters of their own, outside the units that they contain."""
     found: list[nn.Module] = []
     taken: set[int] = set()
     for module in closed:
@@ -135,7 +135,7 @@ def _large_units(closed: Sequence[nn.Module], least: int) -> list[nn.Module]:
 
 
 def _inner_first(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield callable modules by name, without the model itself, inner modules first, in order of creation."""
+    """Yield callable modules with their names, except the model itself: inner modules first, in order of creation."""
     for name, child in model.named_children():
         yield from ((f"{name}.{inner}", module) for inner, module in _inner_first(child))
         if not isinstance(child, nn.ModuleList | nn.ModuleDict):
@@ -162,7 +162,7 @@ def fsdp_units(model: nn.Module) -> list[nn.Module]:
 
 
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield children by name; lists are replaced by their members, recursively."""
+    """Yield children with their names; lists are recursively replaced by their members."""
     for name, child in module.named_children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from ((f"{name}.{key}", member) for key, member in _children(child))

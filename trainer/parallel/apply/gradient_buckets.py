@@ -18,7 +18,7 @@ from trainer.costs.peak_bytes import pack_buckets
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local part of a DTensor, sharing its memory; any other tensor unchanged."""
+    """Return the local part of a DTensor, sharing its memory, or any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -33,7 +33,7 @@ def like_own_part(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientFacts:
-    """Facts about gradients that ranks compare, and the number of pipeline stages."""
+    """Facts that ranks compare about their gradients, and the number of pipeline stages."""
 
     used: int = 0  # `usage_mark` of this rank
     alike: bool = False  # all ranks have the same gradients
@@ -42,7 +42,7 @@ class GradientFacts:
 
 
 def usage_mark(parameters: Iterable[torch.Tensor]) -> int:
-    """Return a checksum of the parameters without gradients, at most 2**16; 0 if all have gradients.
+    """Return a checksum of the parameters without gradients, at most 2**16, or 0 if all have gradients.
 
     Without this check, ranks that use different parameters of equal shapes would average the wrong gradients.
     """
@@ -57,11 +57,11 @@ _MOST_GATHERED = 1 << 16
 
 
 class OtherCollective(RuntimeError):
-    """A peer's data is not a row of this step: the peer is in another collective."""
+    """The data from a peer is not a row of this step, because the peer is in another collective."""
 
 
 class StepSums:
-    """Sum of a row of numbers over all ranks, in flight.
+    """A sum, in flight, of a row of numbers over all ranks.
 
     gloo reduces a short row in four consecutive small messages per rank. Gathering the rows and adding them here takes
     one message, and a quarter of the time on two ranks. A row ends with a mark of its step, because gloo accepts a
@@ -121,7 +121,8 @@ class GradientBuckets:
     ) -> None:  # fmt: skip
         """`on_wait` is called before a wait for gradients of other ranks. Raises CannotAverage.
 
-        `uses_hooks`: send buckets during the backward pass. Without, as in a pipeline, `finish` sends all of them.
+        `uses_hooks`: send buckets during the backward pass. Without hooks, as in a pipeline, `finish` sends all
+        buckets.
         """
         own = {name: one for name, one in parameters.items() if one.is_floating_point() or one.is_complex()}
         self._names = {id(parameter): name for name, parameter in own.items()}
@@ -141,7 +142,7 @@ class GradientBuckets:
         self._is_over = False
 
     def begin(self) -> None:
-        """Average gradients in the next backward pass; other passes only accumulate this rank's gradients."""
+        """Average gradients during the next backward pass; other passes only accumulate this rank's gradients."""
         self._left = 0
         for bucket in self._buckets:
             bucket.has_left = False
@@ -211,7 +212,7 @@ class GradientBuckets:
 
 
 class _Bucket:
-    """Parameters of one type on one device."""
+    """Parameters of the same type on the same device."""
 
     def __init__(self, members: Sequence[nn.Parameter]) -> None:
         self.members = members
@@ -251,7 +252,7 @@ class _Bucket:
 
 
 class _Place(NamedTuple):
-    """Layout of a gradient in a bucket: its parameter's layout, or contiguous if the parameter has gaps."""
+    """A gradient's layout in a bucket: its parameter's layout, or contiguous if the parameter has gaps."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -265,14 +266,14 @@ def _place(parameter: nn.Parameter) -> _Place:
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[_Bucket]:
-    """Yield buckets from the last parameter to the first, roughly the order in which gradients arrive."""
+    """Yield buckets from the last parameter to the first, which is roughly the order in which gradients arrive."""
     ordered = list(reversed(parameters))
     for positions in pack_buckets(((one.dtype, one.device), own_part(one).nbytes) for one in ordered):
         yield _Bucket([ordered[position] for position in positions])
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """Return this rank's part; reduces a gradient that is still a partial sum over tensor-parallel ranks."""
+    """Return this rank's part of the gradient. Reduces it if it is still a partial sum over tensor-parallel ranks."""
     gradient = parameter.grad
     assert gradient is not None
     if not isinstance(gradient, DTensor):
@@ -290,7 +291,7 @@ def mark_replica(model: nn.Module) -> None:
 
 
 def replicated_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of all marked modules within `model`, by their names in it."""
+    """Return the parameters of all marked modules within `model`, keyed by their names in `model`."""
     members = {
         id(parameter) for module in model.modules() if vars(module).get(_MARK) for parameter in module.parameters()
     }

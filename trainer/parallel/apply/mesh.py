@@ -115,7 +115,7 @@ def _shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def build(parallel: ParallelConfig, device: torch.device, rank: int, world_size: int) -> Layout:
-    """Build the meshes over the initialized world; raises ValueError unless the sizes multiply to the world size."""
+    """Build the meshes over the initialized world. Raises ValueError unless the sizes multiply to the world size."""
     sizes = parallel.mesh_sizes(world_size)
     meshes = _Meshes(device, rank, world_size)
     sequence_mesh = None
@@ -143,8 +143,8 @@ def _without_one_stage(sizes: Mapping[str, int]) -> dict[str, int]:
 class _Meshes:
     """Builder of meshes whose one-rank dimensions share a single group; torch creates one per dimension and rank.
 
-    With gloo, each group has a thread that wakes up a hundred times per second. Five more threads cost a rank with
-    one core 2 % of its time.
+    With gloo, each group has a thread that wakes up a hundred times per second. Five more of these threads cost a rank
+    with one core 2 % of its time.
     """
 
     def __init__(self, device: torch.device, rank: int, world_size: int) -> None:
@@ -152,9 +152,9 @@ class _Meshes:
         self._alone: dist.ProcessGroup | None = None
 
     def build_mesh(self, dimensions: Mapping[str, int], own_group: str = "") -> DeviceMesh:
-        """Return a mesh of all ranks, innermost dimension last; raises ValueError if the sizes do not fit the world.
+        """Return a mesh of all ranks, innermost dimension last. Raises ValueError if the sizes do not fit the world.
 
-        `own_group`: to separate traffic, this dimension gets its own group even if another has the same members.
+        `own_group`: this dimension gets its own group, to separate traffic, even if another group has the same members.
         """
         if math.prod(dimensions.values()) != self._world_size:
             raise ValueError(f"a mesh of {dict(dimensions)} does not have {self._world_size} ranks")

@@ -24,7 +24,7 @@ from trainer.worker.reporting.work_timer import DeviceClock
 
 
 class BubbleMeter:
-    """A watcher that measures consecutive steps; `take` returns the measurements since `start`."""
+    """A watcher that measures one step after another; `take` returns the measurements since `start`."""
 
     def __init__(self, clock: DeviceClock) -> None:
         self._clock, self._mark = clock, clock.mark
@@ -79,7 +79,7 @@ class ActionCalls:
         self, config: PipelineConfig, stages: Sequence[LocalStage], messages: Messages, watchers: Sequence[Watcher],
         given: Callable[[LocalStage, int], dict[str, torch.Tensor]], loss: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:  # fmt: skip
-        """`given`: batch inputs of a stage and micro-batch; `loss`: maps an output to the differentiated loss."""
+        """`given` returns a stage's inputs for a micro-batch; `loss` maps an output to the loss to differentiate."""
         self._stages = {stage.stage_index: stage for stage in stages}
         self._ranks = [rank_of_stage(config, stage) for stage in range(config.stages)]
         self._messages, self._watchers, self._given, self._loss = messages, watchers, given, loss
@@ -186,9 +186,9 @@ _OF_FORWARD = (Kind.UNSHARD, Kind.RECEIVE_ACTIVATION, Kind.FORWARD, Kind.SEND_AC
 
 
 class Pipeline:
-    """Stages of a rank; all ranks of the pipeline call the same methods with equally many micro-batches.
+    """Stages of a rank; all ranks of the pipeline call the same methods with the same number of micro-batches.
 
-    Like torch's runtime, but without its lookups at every action, which cost 4 % of a step with small stages.
+    Like torch's runtime, but without its lookups for every action, which cost 4 % of a step with small stages.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class Pipeline:
         self._make_calls()
 
     def watch(self, watcher: Watcher) -> None:
-        """Call `watcher` in all further steps."""
+        """Call `watcher` in all later steps."""
         self._watchers.append(watcher)
         self._make_calls()
 
@@ -237,14 +237,15 @@ class Pipeline:
     def step(self, batches: Sequence[torch.Tensor], *, factor: float = 1.0, scale: float = 1.0) -> torch.Tensor:
         """Compute gradients of the mean loss of `batches`, times `factor` and `scale`.
 
-        Each batch is [sequences, seq_len + 1]. Returns the mean loss times `factor`, zero without the last stage.
+        Each batch is [sequences, seq_len + 1]. Returns the mean loss times `factor`, or zero on a rank without the last
+        stage.
         """
         self._factor, self._scale = factor, scale
         return self._run(self._all, batches)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the mean loss of `batches` like `step`, without gradients."""
+        """Return the mean loss of `batches` as `step` does, without computing gradients."""
         self._factor = self._scale = 1.0
         return self._run(self._forward, batches)
 
@@ -252,7 +253,7 @@ class Pipeline:
         if len(batches) != self.micro_batches:
             raise ValueError(f"{len(batches)} micro-batches for a pipeline built for {self.micro_batches}")
         if len(shapes := {batch.shape for batch in batches}) > 1:
-            raise ValueError(f"micro-batches of {len(shapes)} shapes: all of a pipeline must have the same")
+            raise ValueError(f"micro-batches of {len(shapes)} shapes: a pipeline needs a single shape")
         self._clear()
         self._batches = batches
         if torch._C._autograd._profiler_enabled():

@@ -75,7 +75,7 @@ class Messages:
         self._group = group
         self._posted: dict[StageActivity, tuple[torch.Tensor, dist.Work | None]] = {}
         self._sent: list[tuple[Watched, dist.Work]] = []
-        self.sent_bytes = 0  # since the start
+        self.sent_bytes = 0  # bytes sent since the start
         self.may_send: Callable[[], bool] = lambda: True
         """Called before every send."""
 
@@ -96,11 +96,11 @@ class Messages:
         return tensor
 
     def count_posted(self, activity: Activity) -> int:
-        """Return the number of pending receives of this activity."""
+        """Return the number of pending receives for this activity."""
         return sum(wait.activity is activity for wait in self._posted)
 
     def send(self, send: Watched, tensor: torch.Tensor, target: int, wait: Watched) -> None:
-        """Start sending to the group's rank `target`; `wait`: moment at the end of the step that waits for the send."""
+        """Start sending to the group's rank `target`; `wait` is the moment that waits for it at the end of the step."""
         with send:
             if self.may_send():
                 self.sent_bytes += tensor.nbytes
@@ -132,12 +132,12 @@ _CLASSES = {
 
 
 def computations(config: PipelineConfig, micro_batches: int) -> dict[int, list[_Action | None]]:
-    """Return the computations of each rank in one step, by rank of the pipeline, without sends and receives."""
+    """Return each rank's computations in one step, keyed by pipeline rank, without sends and receives."""
     if config.schedule == Schedule.ONE_F_ONE_B:
         return {rank: list(_one_f_one_b(config.stages, rank, micro_batches)) for rank in range(config.ranks)}
     kind = _CLASSES[Schedule(config.schedule)]
     stages = _stand_ins(config, rank=0)
-    # Every schedule object of torch builds the table of all ranks.
+    # Every torch schedule object builds the table for all ranks.
     order = kind(stages[0] if kind is ScheduleGPipe else stages, micro_batches).pipeline_order
     return {
         rank: [action for action in actions if action is not None and action.is_compute_op]
@@ -198,9 +198,9 @@ class LocalStage:
         self._gathers: list[Any] = []
         self._keeps_gradients = False
         self.outputs: dict[int, torch.Tensor] = {}
-        """Outputs by micro-batch, from its forward pass to its backward pass; the last stage stores losses."""
+        """Outputs keyed by micro-batch, kept from its forward to its backward pass; the last stage stores losses."""
         self.gradients: dict[int, torch.Tensor] = {}
-        """Gradients of the previous stage's outputs by micro-batch; removed when they are sent back."""
+        """Gradients of the previous stage's outputs, keyed by micro-batch, until they are sent back."""
         self._inputs: dict[int, torch.Tensor] = {}
         self._half_done: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Any]] = {}
 
@@ -238,7 +238,7 @@ class LocalStage:
         return output
 
     def backward(self, micro_batch: int, gradient: torch.Tensor | None) -> None:
-        """Compute gradients of activations and weights; `gradient`: of the output, None on the last stage."""
+        """Compute gradients of activations and weights; `gradient` is the output's, or None on the last stage."""
         self._begin_backward()
         output, x = self.outputs.pop(micro_batch), self._inputs.pop(micro_batch)
         torch.autograd.backward((output,), (gradient,))
@@ -249,7 +249,7 @@ class LocalStage:
         self._begin_backward()
         output, x = self.outputs.pop(micro_batch), self._inputs.pop(micro_batch)
         groups = None
-        if not self.is_first:  # the first stage has only weight gradients
+        if not self.is_first:  # the first stage only has weight gradients
             gradients = None if gradient is None else [gradient]
             (found,), groups = stage_backward_input([output], gradients, [x], self.submod.parameters())
             self._keep_gradient(micro_batch, found)
@@ -281,7 +281,7 @@ class LocalStage:
             self._keeps_gradients = False
 
     def clear(self) -> None:
-        """Clear the data of an evaluation."""
+        """Clear an evaluation's data."""
         self.outputs.clear()
         self.gradients.clear()
         self._inputs.clear()
@@ -311,7 +311,7 @@ class LocalStage:
 def add_up_in_reduce_dtype(module: nn.Module) -> None:
     """Move gradients of half-precision weights into FSDP's sums in its reduction dtype.
 
-    A pass for weight gradients alone does not run FSDP's hooks, which would otherwise do this.
+    A pass that computes only weight gradients does not run FSDP's hooks, which would otherwise do this.
     """
     if not isinstance(module, FSDPModule):
         return

@@ -1,4 +1,4 @@
-"""Shared sequences: the part of each sequence on a rank, and the interface of attention over all parts."""
+"""Shared sequences: the part of each sequence on a rank, and the interface for attention over all parts."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,7 +43,7 @@ class SequencePart:
         return torch.cat([padded[:, number * self.chunk : (number + 1) * self.chunk] for number in self.chunks], dim=1)
 
     def select_rows(self, table: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of a table [.., length, ..] with a row per position; padding gets the last row."""
+        """Return this rank's rows of a table [.., length, ..] with one row per position; padding gets the last row."""
         places = self.positions.clamp(max=self.length - 1).to(table.device)
         return table.index_select(1, places)
 

@@ -75,7 +75,7 @@ def test_another_number_of_micro_batches_is_refused(pipeline: Pipeline) -> None:
 
 
 def test_micro_batches_of_several_sizes_are_refused_and_not_divided_anew(pipeline: Pipeline) -> None:
-    with pytest.raises(ValueError, match=r"^micro-batches of 2 shapes: all of a pipeline must have the same$"):
+    with pytest.raises(ValueError, match=r"^micro-batches of 2 shapes: a pipeline needs a single shape$"):
         pipeline.step([*batches(2, sequences=1), *batches(1, sequences=4)])
 
 

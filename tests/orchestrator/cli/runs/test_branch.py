@@ -199,7 +199,7 @@ def test_a_checkpoint_without_its_run_has_no_config(orch: Type, seeds: Seeds, tm
     make(LocalStorage(tmp_path), 50, nonce=NONCE)
     refused = orch("submit", "--from", tmp_path / f"step-00000050.001-{NONCE}", "--dry-run")
     assert refused.code == 4
-    assert "not in a run's folder that is visible here" in refused.err
+    assert "not in a run folder that this host can see" in refused.err
 
 
 def test_a_run_needs_a_config_or_a_checkpoint(orch: Type) -> None:

@@ -81,7 +81,7 @@ def test_cluster_without_controller(orch: Type, sites: Sites) -> None:
     sites.controller(HERE, "login1")
     (warning,) = orch("status", "--json").answer["warnings"]
     assert warning["code"] == "no_controller"
-    assert f"no controller of {FAR} runs" in warning["message"]
+    assert f"no controller of {FAR} is running" in warning["message"]
     assert f"on a login node of {FAR}" in warning["message"]
     shown = orch("status").err
     assert f"of {HERE} ok (no pass yet, login1)" in shown
@@ -212,7 +212,7 @@ def test_impossible_request(orch: Type, seeds: Seeds, verb: str) -> None:
     said = orch(verb, run, "--no-controller")
     assert said.code == 5, said
     assert f"it is not known which cluster has the jobs of {run}" in said.err
-    assert "in a shell where `sinfo` answers, run the same command again" in " ".join(said.err.split())
+    assert "run the same command again in a shell where `sinfo` answers" in " ".join(said.err.split())
     assert seeds.store.user_requests() == []
 
 

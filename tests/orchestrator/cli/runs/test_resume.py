@@ -301,7 +301,7 @@ def test_finished_program(orch: Type, seeds: Seeds, tmp_path: Path) -> None:
 def test_live_run_keeps_config(orch: Type, seeds: Seeds, tmp_path: Path) -> None:
     run = Resumable(seeds, tmp_path, RunState.RUNNING)
     refused = orch("resume", run.name, "optimizer.lr=0.5")
-    assert "its configuration changes only while no job of it lives" in refused.err
+    assert "its configuration can change only while it has no live job" in refused.err
     assert f"orch cancel {run.name}" in refused.err
 
 

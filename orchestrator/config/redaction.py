@@ -93,13 +93,13 @@ _FORMS = tuple(
 def require_none(values: Mapping[str, Any], origins: Mapping[str, str], named: Sequence[str]) -> None:
     """Raise ConfigError for the first secret in a flat config, without showing it.
 
-    `origins`: origin of each value; `named`: variables already in `env_from`.
+    `origins` has the origin of each value, and `named` the variables already in `env_from`.
     """
     for key, what, variable in _find_secrets(values):
         names, origin = ",".join(dict.fromkeys([*named, variable])), origins.get(key, "")
         # A value from an override disappears with the override, so `~key` is not needed.
         without = f"~{key} " if key == f"env.{variable}" and not origin.startswith(_TYPED) else ""
-        hint = f"`export {variable}=...` and `{without}env_from=[{names}]` instead: the ranks then have {variable}"
+        hint = f"use `export {variable}=...` and `{without}env_from=[{names}]` instead: ranks then have {variable}"
         secret = f"{key}: {what}, which would be written to config.json and the registry"
         raise ConfigError(secret, where=place(origin), hint=hint)
 
@@ -155,7 +155,7 @@ def _may_be_secret(value: Any, name: str) -> bool:
 
 
 def _is_elsewhere(name: str, text: str) -> bool:
-    """Return whether a value is a placeholder, shell variable, current folder or pass number."""
+    """Return whether a value is only a placeholder, a shell variable, the current folder or a pass number."""
     word = re.split(r"[^A-Z0-9]", name.upper())[-1]
     is_folder = word == "PWD" and text.startswith(("/", "~", "."))
     return bool(_PLACEHOLDER.fullmatch(text)) or is_folder or (word == "PASS" and text.isdigit())
@@ -164,11 +164,11 @@ def _is_elsewhere(name: str, text: str) -> bool:
 _PLACEHOLDER = re.compile(r"<[^<>]*>|\$\w+|\$?\{+[^{}]*\}+|\*+")
 _NO_SECRETS = frozenset({"0", "1", "true", "false", "yes", "no", "on", "off", "none", "null", "disabled", "enabled"})
 _BOOLEANS = ("disabled",)
-"""Switch-like values of 8 letters or more."""
+"""On/off values with 8 or more letters, which would pass for secrets."""
 
 
 def _options(words: Sequence[Any]) -> Iterator[tuple[str, str]]:
-    """Yield command options whose value is a secret, each with the variable to use instead."""
+    """Yield command options whose value may be a secret, each with the variable to use instead."""
     texts = [word for word in words if isinstance(word, str)]
     for word, following in zip(texts, [*texts, ""][1:], strict=True):
         match = _OPTION.fullmatch(word)

@@ -21,7 +21,7 @@ from trainer.protocol.config import WorkloadConfig
 _COMMAND_LINE = ("notify", "command")
 """A list of strings that may be written as one string."""
 _STARTERS = {".py": "python", ".sh": "bash"}
-"""Programs that run scripts, by file suffix."""
+"""Programs that run scripts, keyed by file suffix."""
 _OVERRIDE = re.compile(r"(?P<sign>[+~]?)(?P<key>[A-Za-z_][\w\-]*(?:\.[\w\-]+)*)(?:=(?P<value>.*))?", re.DOTALL)
 
 
@@ -41,7 +41,7 @@ class Assignment:
     clears: bool = False
     adds: bool = True  # may add a new entry to an open map
     shipped: bool = False  # from a preset that ships with orch
-    folder: str = ""  # folder of its file; relative folders are resolved against it
+    folder: str = ""  # its file's folder, against which relative folders are resolved
 
 
 def standing_files(environ: Mapping[str, str]) -> list[Path]:

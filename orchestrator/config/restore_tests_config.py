@@ -161,7 +161,7 @@ def nodes_and_ranks(layout: str) -> tuple[int, int]:
 
 
 def rank_count(layout: str, config: JobConfig) -> int:
-    """Return the number of ranks that a test on `layout` has."""
+    """Return the number of ranks in a test on `layout`."""
     if layout == SAME:
         return config.cluster.world_size
     nodes, ranks = nodes_and_ranks(layout)

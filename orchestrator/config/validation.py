@@ -1,4 +1,4 @@
-"""Checks of a whole configuration beyond the types and ranges of single values. They only read the file system."""
+"""Checks of a whole configuration beyond the types and ranges of single values. They change nothing."""
 
 import os
 import re
@@ -39,7 +39,7 @@ def program_size_complaints(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 SHOWN = 8
-"""Maximum number of node counts in a message."""
+"""Maximum number of node counts listed in a message."""
 
 
 def elastic_complaints(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -85,7 +85,7 @@ def _nothing_fits(config: RunConfig, fits: list[int]) -> tuple[str, str]:
 
 
 _PROGRAM = 'pass an option to the program: command=[python, train.py, --epochs, "3"]'
-_CHECKPOINTS = "the program saves its own checkpoints; checkpoints.path=FOLDER shows them to orch"
+_CHECKPOINTS = "the program saves its own checkpoints; checkpoints.path=FOLDER tells orch where they are"
 _ONLY_FOR_WORKLOADS: dict[keys.Path, str] = {
     ("workload", "args"): _PROGRAM,
     ("parallel",): "the program creates its own mesh",
@@ -135,9 +135,9 @@ Complaint = tuple[str, str]
 
 
 def check(config: RunConfig, origins: Origins, source: str = "", may_change: MayChange = lambda key: True) -> None:
-    """Raise ConfigError for the first invalid combination. It names `source`, a file, if the key is not set.
+    """Raise ConfigError for the first invalid combination.
 
-    Hints suggest other sizes only for keys that `may_change`.
+    The error names the file `source` if the key is not set. Hints suggest other sizes only for keys that `may_change`.
     """
     for what, hint in _complaints(config, may_change):
         raise invalid_values_error(what, origins, hint, f"not set in {source}" if source else _DEFAULTS)
@@ -200,7 +200,7 @@ def _complaints(config: RunConfig, may_change: MayChange) -> Iterator[Complaint]
 def _unstorable(value: Any, path: tuple[str, ...]) -> Iterator[Complaint]:
     """Yield whole numbers too large for the registry or some JSON readers, and strings that are not UTF-8.
 
-    Open maps may have any numbers. Strings with lone surrogates come from non-UTF-8 command lines.
+    Open maps may contain any number. Strings with lone surrogates come from non-UTF-8 command lines.
     """
     key = keys.dotted_key(path)
     if isinstance(value, dict | list | tuple):
@@ -324,7 +324,7 @@ def _ranks(config: RunConfig) -> Iterator[Complaint]:
 
 
 def _cluster(config: RunConfig) -> Iterator[Complaint]:
-    """Yield a root that cannot be a folder, and values that Slurm cannot parse, before they fail at the run's start."""
+    """Yield a root that cannot be a folder and values that Slurm cannot parse, which would otherwise fail later."""
     if what := _no_folder(config.cluster.root):
         hint = "cluster.root=FOLDER chooses another; a missing folder is created"
         yield f"cluster.root={config.cluster.root}: {what}", hint
@@ -341,7 +341,7 @@ def _no_folder(place: str) -> str:
         return "is a broken link" if os.path.islink(place) else ""
     except OSError:
         return ""  # the writer reports the error
-    return "" if stat.S_ISDIR(mode) else "is a file, and must be a folder"
+    return "" if stat.S_ISDIR(mode) else "is a file, but must be a folder"
 
 
 LONGEST_PAUSE = 7 * 86400
@@ -385,6 +385,6 @@ def _data(config: RunConfig) -> Iterator[Complaint]:
     if data.path and re.search(r"/[a-z][a-z0-9]+:/", data.path):
         yield f"data.path={data.path}: is a URL; ranks read a folder that every node sees", "data.path=/shared/tokens"
     elif data.path and Path(data.path).exists() and not Path(data.path).is_dir():
-        yield f"data.path={data.path}: is a file, and must be a folder", "orch data prepare YOUR-TEXTS --out FOLDER"
+        yield f"data.path={data.path}: is a file, but must be a folder", "orch data prepare YOUR-TEXTS --out FOLDER"
     elif data.path and not Path(data.path).is_dir():
         yield f"data.path={data.path}: no such folder", f"orch data prepare YOUR-TEXTS --out {data.path}"

@@ -39,7 +39,7 @@ _PLAINLY = "write plain values only: words, numbers, lists and mappings"
 _TOO_DEEP = "the YAML is nested too deeply, or its aliases expand without end"
 _MOST_NODES = 20_000
 _MOST_DIGITS = 1_000
-"""Maximum digits of a number: no key accepts more, and Python refuses to convert more than 4300."""
+"""Maximum number of digits in a number. No key accepts more, and Python refuses to convert more than 4300."""
 _SCALARS: tuple[tuple[str, str, str], ...] = (
     ("null", r"^(?:~|null|Null|NULL|)$", "~nN\0"),
     ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),

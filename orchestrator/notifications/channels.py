@@ -188,7 +188,7 @@ def channel(way: Channel, unset: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class NotifyConfig:
-    """Notifications about this run, sent by the controller once for each change of state."""
+    """Notifications about this run, sent by the controller once for each state change."""
 
     webhook: str = channel(Webhook(), "")
     """URL that receives a JSON POST; its `text` field is a sentence, as Slack and Mattermost expect."""

@@ -29,7 +29,7 @@ from trainer.protocol.run_dir import RunDir
 log = logging.getLogger("orch.controller")
 
 STALE = 86400.0
-"""Seconds after which a change of state is too old for a message."""
+"""Seconds after which a state change is too old for a message."""
 AGAIN = (30.0, 120.0, 600.0, 1800.0)
 """Seconds before each retry."""
 TOGETHER = 4

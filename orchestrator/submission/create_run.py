@@ -68,7 +68,7 @@ def check_data(folder: Path) -> None:
 
 
 ANSWER_WITHIN = 30.0
-"""Time limit in seconds for all tiers together."""
+"""Time limit, in seconds, for all tiers together."""
 _MODULE = "checkpointing.tiers.tier"
 
 Finish = Callable[[Callable[[str], None]], None]
@@ -112,13 +112,11 @@ def _check_folders(config: RunConfig) -> None:
         if not there.is_dir():
             raise _unusable(tier.path, f"{there} is not a folder", "use a folder, or omit the tier")
         if not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
-            raise _unusable(
-                tier.path, f"nothing can be written in {there}", "use a folder of your own, or set `shared: false`"
-            )
+            raise _unusable(tier.path, f"{there} is not writable", "use a folder of your own, or set `shared: false`")
 
 
 def check_tier_folders(config: RunConfig, folder: RunDir, known: Collection[str] = ()) -> None:
-    """Raise ConfigError for shared tiers that share a folder, are inside another run's, or belong to another user.
+    """Raise ConfigError for shared tiers that use the same folder, are inside another run's, or are another user's.
 
     Tiers with a path in `known` were accepted before; their folders are not checked.
     """
@@ -381,7 +379,7 @@ def _tokenize_text(config: RunConfig, root: Path, progress: Progress | None) -> 
 
 
 def read_index(path: str) -> TokenIndex:
-    """Return the index of a token folder. Raises ConfigError if it is unreadable or older than a change to a shard."""
+    """Return a token folder's index. Raises ConfigError if it is unreadable or a shard changed after it was written."""
     folder = Path(path).expanduser()
     try:
         index = TokenIndex.read(folder)

@@ -206,7 +206,7 @@ def _check_tiers(before: RunConfig, now: RunConfig, folder: RunDir) -> None:
 
 
 def _check_job(run: Run, config: RunConfig) -> None:
-    """Raise ConfigError for a job that cannot be written, or SubmitRejected, with Slurm's message, for one it refuses.
+    """Raise ConfigError if the job's script cannot be written, or SubmitRejected with Slurm's message if it refuses.
 
     Slurm is not asked if the run's own scheduler cannot be reached from here.
     """

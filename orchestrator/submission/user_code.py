@@ -118,9 +118,10 @@ Finish = Callable[[Note, Note], CodeRecord | None]
 def inspecting(config: RunConfig, kind: str, environ: Mapping[str, str]) -> Iterator[Finish]:
     """Import the workload in a child process, which ends with this block.
 
-    The yielded function waits for it. It takes callbacks for a long wait and for warnings, and returns the imported
-    code, or None if unknown. It raises ConfigError for a setting that would fail the job. Nothing is imported if jobs
-    use another interpreter. The built-in model is imported only if the configuration names its classes.
+    The yielded function waits for the import. It takes callbacks for a long wait and for warnings, and returns the
+    imported code, or None if unknown. It raises ConfigError for a setting that would make the job fail. Nothing is
+    imported if jobs use another interpreter. The built-in model is imported only if the configuration names its
+    classes.
     """
     wrap = config.parallel.fsdp.wrap
     plain = config.trains_built_in_workload and (wrap == "auto" or wrap.isdecimal())
@@ -133,7 +134,7 @@ def inspecting(config: RunConfig, kind: str, environ: Mapping[str, str]) -> Iter
 
 
 def job_environment(config: RunConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables of the job's processes that are known here."""
+    """Return those environment variables of the job's processes that are known here."""
     submitter = Submitter.from_environ(environ)
     path = {"PYTHONPATH": submitter.package_root} if submitter.package_root else {}
     made = {**submitter.environ(environ), **path, "OMP_NUM_THREADS": "1", **config.env}
@@ -313,7 +314,7 @@ def _check_target(target: str, folders: list[Path]) -> None:
 
 
 def _refuse_shadowed(target: str, top: str, folders: list[Path]) -> None:
-    """Refuse a module shadowed by a standard or installed one: jobs search `workload.path` last."""
+    """Refuse a module shadowed by a standard-library or installed one, since jobs search `workload.path` last."""
     if (shadowed := shadowing_file(top, folders, ImportSearch(last=folders))) is not None:
         own, first = shadowed
         raise ConfigError(

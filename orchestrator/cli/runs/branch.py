@@ -73,7 +73,7 @@ def _branch(
     for change in config_changes(before, now):
         if change.term.rule is Rule.REFUSED and change.key not in OWN_FOLDER:
             raise Precondition(
-                f"{change.key} cannot differ from the checkpoint's run: {change.term.why.partition(';')[0]}",
+                f"{change.key} must match the checkpoint's run: {change.term.why.partition(';')[0]}",
                 where=f"{change.key}: {change.before} -> {change.now}",
                 hint=f"keep the old value, or start without --from {words}",
             )
@@ -191,7 +191,7 @@ def branch_weights(
 
 @contextmanager
 def _weights(chosen: Target) -> Iterator[Any]:
-    from checkpointing.engine.interchange.exporter import open_for_export  # torch
+    from checkpointing.engine.interchange.exporter import open_for_export  # imports torch
     from trainer.models.checkpoint_export import weights_source
 
     with kept_while_read(chosen), open_for_export(chosen.storage, chosen.name) as sealed:

@@ -78,7 +78,7 @@ def resume(screen: Screen, words: tuple[str, ...], no_controller: bool, here: bo
     if not runs:
         raise ConfigError("no run is named", where=" ".join(words), hint="orch resume RUN KEY=VALUE")
     if overrides:
-        from orchestrator.config.layers import from_overrides  # imports yaml, so only if a configuration changes
+        from orchestrator.config.layers import from_overrides  # imports yaml, needed only to change a configuration
 
         from_overrides(overrides)  # refuses invalid overrides before anything is requested
     for run in runs:
@@ -213,7 +213,7 @@ def _request(
 def _check_request(verb: str, name: str, run: Run) -> None:
     """Raise NotFound for a partial name, or Precondition for resuming a restore test or a run that is being removed."""
     if name not in (run.name, "@last"):
-        raise NotFound(f"no run {name}", hint=f"{verb} needs the full name, to avoid the wrong run: {run.name}?")
+        raise NotFound(f"no run {name}", hint=f"{verb} needs the full name, to avoid the wrong run; is it {run.name}?")
     if verb == "resume" and (order := run.identity.get("restore_test")) is not None:
         what = f"{run.name} is a restore test: it runs once and cannot be resumed"
         where = f"it restores {order['run']}@{order['step']}"

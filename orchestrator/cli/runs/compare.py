@@ -136,7 +136,7 @@ def _bar(losses: Sequence[float], scale: Scale) -> str:
 
 LOSS, GRADIENT_NORM = "loss", "gradient norm"
 _METRIC, _VALIDATION = "metric ", "validation "
-"""Prefixes for the names of the workload's numbers. The second sorts after the first."""
+"""Prefixes for the names of the workload's numbers. `_VALIDATION` sorts after `_METRIC`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,7 +275,7 @@ def compare(screen: Screen, runs: tuple[str, ...], tags: tuple[str, ...], points
 
 
 def _read(view: RunView) -> Compared:
-    from orchestrator.config.compose import flat  # imports yaml, so only where configurations are read
+    from orchestrator.config.compose import flat  # imports yaml, needed only to read configurations
 
     with open_store(readonly=True) as store:
         run, attempts = store.run(view.run), store.attempts(view.run)
@@ -304,7 +304,7 @@ def _software(identity: Mapping[str, Any], key: str) -> Any:
 
 
 def _differences(values: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return all runs' values for each key that differs between them, with None for a missing key."""
+    """Return all runs' values for each key whose values differ, with None where the key is missing."""
     keys = dict.fromkeys(key for one in values for key in one)
     rows = {key: [one.get(key) for one in values] for key in keys}
     differing = {key: row for key, row in rows.items() if len({dump_line(value) for value in row}) > 1}

@@ -54,7 +54,7 @@ def short_digests(value: Any) -> str:
 
 def config_changes(store: "Store", run: Run, attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
     """Return each changed key and the first attempt with the change. The last attempt may not have begun yet."""
-    from orchestrator.config.compose import diff  # imports omegaconf, so only where configurations are compared
+    from orchestrator.config.compose import diff  # imports omegaconf, needed only to compare configurations
 
     # Attempts from an older orch have no config of their own.
     digests = [(attempt.number, attempt.base_digest or run.config_digest) for attempt in attempts]
@@ -83,7 +83,7 @@ def warn_of_edited_config(screen: Screen, view: RunView) -> None:
 
 def _edited_config(place: RunDir) -> tuple[Any, str] | None:
     """Return an edited config.json's content (None if not JSON) and submitted digest, or None if it was not edited."""
-    from trainer.protocol.config import hash_config  # imports all job dataclasses, so only if a run is named
+    from trainer.protocol.config import hash_config  # imports all job dataclasses, needed only if a run is named
 
     try:
         submitted = str(read_json(place.run)["config_digest"])
@@ -101,7 +101,7 @@ def _is_in_force(content: Any, submitted: str, current: str) -> bool:
     """Return whether the current configuration already has all edited values, set by `orch resume RUN KEY=VALUE`."""
     if not isinstance(content, dict):
         return False
-    from orchestrator.config.compose import diff  # imports omegaconf, so only where configurations are compared
+    from orchestrator.config.compose import diff  # imports omegaconf, needed only to compare configurations
 
     try:
         with open_store(readonly=True) as store:

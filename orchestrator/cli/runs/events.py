@@ -1,4 +1,4 @@
-"""`orch events`, `orch wait` and the display of a run until its end."""
+"""`orch events` and `orch wait`, and following a run until it ends."""
 
 import shutil
 import textwrap
@@ -25,7 +25,7 @@ from trainer.protocol.events import Event
 
 LOOK_EVERY = 0.5
 TICK_EVERY = 2.0
-"""Seconds between our own controller passes while no controller is alive."""
+"""Seconds between this command's own controller passes while no controller is alive."""
 _WAITING = frozenset({RunState.CREATED, RunState.QUEUED, RunState.RECOVERING})
 """States in which nothing trains. The run's reason explains why."""
 _TITLES = ("TIME", "ATT.GEN", "SOURCE", "KIND", "WHAT")

@@ -17,9 +17,9 @@ from trainer.protocol.run_dir import AttemptDir, RunDir
 TAIL = 64 * 1024
 """Number of bytes read from the end of a file to get its newest lines."""
 RECENT_STEPS = 100
-"""Number of newest steps from which a run's speed and trend are computed."""
+"""Number of newest steps used to compute a run's speed and trend."""
 StepLine = dict[str, Any]
-"""Line of steps.jsonl, with the loss as it was written (nan and inf as words)."""
+"""A line of steps.jsonl, with the loss as written (nan and inf as words)."""
 PROCESS_STATES = {"T": "stopped", "t": "held by a debugger", "D": "waiting for a device", "Z": "dead", "X": "gone"}
 """Process states that keep a rank from working, keyed by their letter in /proc."""
 _RANK_ZERO = "rank-00000"
@@ -58,7 +58,7 @@ class OpenAttempts:
     """Attempts that may still write. An attempt with a successor is read once more, then skipped."""
 
     def __init__(self, place: RunDir, *, newest: bool = False) -> None:
-        """`newest`: skip attempts older than the newest one from the start."""
+        """`newest`: ignore all attempts that precede the newest one."""
         self._place = place
         attempts = place.all_attempts() if newest else []
         self._oldest = self._begun = attempts[-1].number if attempts else 0

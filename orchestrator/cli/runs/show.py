@@ -183,7 +183,7 @@ def _notified_json(view: RunView) -> dict[str, Any] | None:
 
 
 def _pins(run: Run) -> dict[str, str]:
-    """Return the notes of pinned checkpoints by name; empty while the run's folder is not visible."""
+    """Return the notes of pinned checkpoints, keyed by name; empty while the run's folder is not visible."""
     from checkpointing.retention.garbage import read_pins
     from checkpointing.storage.backends import LocalStorage
     from orchestrator.run_dirs.reader_pins import remove_dead_readers
@@ -316,7 +316,7 @@ def _generation_row(screen: Screen, item: Generation, attempt: Attempt) -> dict[
 
 
 def _times(screen: Screen, start: float | None, end: float | None) -> dict[str, Any]:
-    """Return the cells for a period, without the year, which `orch events` and --json include."""
+    """Return the table cells for a period, without the year, which `orch events` and --json include."""
     took = None if start is None else (end if end is not None else time.time()) - start
     short = {"start": start, "end": end}
     return {"took": took, **{key: "" if at is None else screen.when(at)[5:] for key, at in short.items()}}

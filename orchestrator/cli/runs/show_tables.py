@@ -149,7 +149,7 @@ def find_proven_checkpoint(
 
 
 def restore_tests_json(tests: Sequence[RestoreTest], proven: Proven | None, own: RestoreTest | None) -> Row:
-    """Return the tests of a run's checkpoints, newest first, the proven checkpoint, and the run's own test, if any."""
+    """Return the tests of a run's checkpoints (newest first), the proven checkpoint, and the run's own test, if any."""
     return {
         "restore_tests": [restore_test_json(test) for test in reversed(tests)],
         "proven": {**asdict(proven), "ended_at": iso(proven.ended_at)} if proven else None,

@@ -147,7 +147,7 @@ def overview(screen: Screen) -> None:
 
 
 def _say_need(screen: Screen, why: str, *commands: str) -> None:
-    """Print why a run needs attention, and the commands that the reason does not include."""
+    """Print why a run needs attention, and any commands that the reason does not mention."""
     screen.say(f"needs you: {shorten_text(plain(why))}", hang=11)
     named = [command for command in commands if command not in why]
     joined = "   ".join(named)
@@ -278,7 +278,7 @@ def warn_without_controller(screen: Screen, views: Sequence[RunView]) -> None:
         elif not state.alive:
             place = where_to_type(scheduler)
             what = (
-                f"no controller{f' of {scheduler}' if scheduler else ''} is running: "
+                f"no controller{f' for {scheduler}' if scheduler else ''} is running: "
                 "jobs continue, but nothing is restarted"
             )
             start = f"{START}{f' {place}' if place else ''}"

@@ -30,9 +30,9 @@ from orchestrator.states import RunState
 JOB_WITHIN = 30.0
 """Seconds that submit waits for the job id. The controller keeps trying afterwards."""
 TAKEN_OVER_WITHIN = 75.0
-"""Additional seconds to wait if the controller stalls. A successor launches the job after its one-minute lease."""
+"""Additional seconds to wait if the controller stalls. Its lease lasts a minute; then a successor launches the job."""
 JOB_WITHIN_ALONE = 150.0
-"""Seconds to wait without a controller. After an unanswered sbatch, the job is looked up for 60 s before the next."""
+"""Seconds to wait without a controller. After an unanswered sbatch, the job is looked up for 60 s before a retry."""
 LOOK_EVERY = 0.1
 CHECK_CONTROLLER_EVERY = 3.0
 """Seconds between submit's checks that a controller is alive."""
@@ -89,7 +89,7 @@ def submit(
     Ctrl-C before the run is recorded leaves nothing behind; afterwards the run continues. With --wait or --follow,
     the exit code is the run's: 8 failed or held, 10 cancelled.
     """
-    from orchestrator.config.layers import is_override  # imports yaml, so only for verbs that read configurations
+    from orchestrator.config.layers import is_override  # imports yaml, needed only to read configurations
 
     screen.if_interrupted = lambda: "interrupted: no run was created"
     tags = check_tags(tags)
@@ -127,7 +127,7 @@ def _beginning(
 ) -> Iterator[tuple[Any, dict[str, Any] | None]]:  # fmt: skip
     """Yield the run's config and its initial checkpoint, which exists inside the block if `write`."""
     if begin is not None:
-        from orchestrator.cli.runs.branch import branch, branch_weights  # sqlalchemy, omegaconf
+        from orchestrator.cli.runs.branch import branch, branch_weights  # imports sqlalchemy, omegaconf
 
         if weights_only:
             with branch_weights(screen, begin, source, overrides, write=write) as found:
@@ -253,7 +253,7 @@ def _await_job(screen: Screen, run: str, kind: str, *, no_controller: bool) -> t
         if now >= deadline and (no_controller or now >= latest or fast_queries.lease(registry_path(), key) != before):
             return view, silent
         if not no_controller and now >= check_at:
-            service.ensure_running(registry_path(), kind)  # the earlier one may have made only one pass
+            service.ensure_running(registry_path(), kind)  # the earlier controller may have run only one pass
             check_at = now + CHECK_CONTROLLER_EVERY
         time.sleep(LOOK_EVERY if not no_controller else 1.0)
 
@@ -270,7 +270,7 @@ def preview(screen: Screen, composed: Any, cluster: str | None, *, only_script: 
     """Print the resolved config with origins and the sbatch script. Writes nothing."""
     from orchestrator.scheduler.available_schedulers import kinds, resolve
     from orchestrator.submission.create_run import first_job
-    from orchestrator.submission.secret_values import separate_secrets  # omegaconf
+    from orchestrator.submission.secret_values import separate_secrets  # imports omegaconf
 
     separate_secrets(composed, os.environ)  # refuses what a submit would refuse
     kind = resolve(cluster or composed.config.cluster.kind)

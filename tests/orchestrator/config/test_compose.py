@@ -301,7 +301,7 @@ WRONG_OVERRIDES = [
     ("data.path=/nowhere", "only one may be set", "'~data.text' to train on data.path, or '~data.path'"),
     ("cluster.root=", "`cluster.root`=: is empty, but must be a folder", "~cluster.root restores the default"),
     ("cluster.root=' '", "`cluster.root`= : is empty", "~cluster.root restores the default"),
-    ("cluster.root=/etc/passwd", "cluster.root=/etc/passwd: is a file, and must be a folder", "cluster.root=FOLDER"),
+    ("cluster.root=/etc/passwd", "cluster.root=/etc/passwd: is a file, but must be a folder", "cluster.root=FOLDER"),
     ("recovery.backoff=1e300", "recovery.backoff=1e+300: must be at most 604800 seconds", "~recovery.backoff"),
     ("recovery.backoff_max=1e9", "recovery.backoff_max=1e+09: must be at most 604800", "~recovery.backoff_max"),
     ("data.text=['']", "`data.text`=: is empty", "~data.text restores the default"),

@@ -73,7 +73,7 @@ def test_a_folder_that_may_not_be_written_is_refused() -> None:
     with folder_of_an_ordinary_user() as folder:
         (folder / "theirs").mkdir()
         (folder / "theirs").chmod(0o500)
-        with pytest.raises(Precondition, match=f"nothing can be written in {folder / 'theirs'}"):
+        with pytest.raises(Precondition, match=f"{folder / 'theirs'} is not writable"):
             check(TierConfig(path=str(folder / "theirs" / "mine")))
 
 

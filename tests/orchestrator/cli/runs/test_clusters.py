@@ -81,7 +81,7 @@ def test_cluster_without_controller(orch: Type, sites: Sites) -> None:
     sites.controller(HERE, "login1")
     (warning,) = orch("status", "--json").answer["warnings"]
     assert warning["code"] == "no_controller"
-    assert f"no controller of {FAR} is running" in warning["message"]
+    assert f"no controller for {FAR} is running" in warning["message"]
     assert f"on a login node of {FAR}" in warning["message"]
     shown = orch("status").err
     assert f"of {HERE} ok (no pass yet, login1)" in shown

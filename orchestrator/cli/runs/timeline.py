@@ -76,7 +76,7 @@ def event_sentence(event: Event) -> str | None:
     try:
         return (describe.format_map(event.data) if isinstance(describe, str) else describe(event.data)) or None
     except (KeyError, TypeError, ValueError):
-        return None  # from another version: omitted, because a sentence might be wrong
+        return None  # from another version, so a sentence about it might be wrong
 
 
 Data = dict[str, Any]

@@ -177,7 +177,7 @@ Every command. `orch VERB -h` prints the same text. `python docs/reference.py` w
 | try a failure | `orch demo`, `orch drill --demo KIND` |
 
 ## What holds for every verb
-RUN is a name (`tiny-gpt-3`), a unique prefix, or `@last`; `cancel`, `resume` and `rm` need the whole name. CONFIG is a
+RUN is a name (`tiny-gpt-3`), a unique prefix, or `@last`; `cancel`, `resume` and `rm` need the full name. CONFIG is a
 preset (`tiny-gpt`) or a YAML file. SECONDS may have a unit: `90s`, `10m`, `2h`, `1d`.
 
 Answers go to stdout, everything else to stderr. In a pipe, lists are complete, tab-separated and unformatted.

@@ -34,7 +34,7 @@ def _merge_cached(written: str) -> dict[str, Any]:
 
 @cache  # building the schema takes as long as the rest of a composition, and `merge` copies its arguments
 def writable_schema(kind: Any) -> Any:
-    """Return an OmegaConf schema that `merge` accepts: frozen dataclasses make its sections read-only."""
+    """Return an OmegaConf schema that `merge` can write to, although the dataclasses are frozen."""
     from omegaconf import DictConfig, OmegaConf  # heavy
 
     schema = OmegaConf.structured(kind)
@@ -46,7 +46,7 @@ def writable_schema(kind: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Return copies of all dicts and lists, with string keys; tuples become lists, dataclasses dicts."""
+    """Copy nested dicts and lists, with string keys. Tuples become lists, and dataclasses become dicts."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -88,8 +88,8 @@ def compose(
     """Resolve a preset or file.
 
     Layers, weakest first: defaults, presets, site, user, the file's includes, the file, `settings` (set by a verb),
-    overrides. `preset_wins` makes presets stronger than site and user, for runs that must be the same everywhere.
-    Raises ConfigError that names the key, its origin and the remedy.
+    overrides. With `preset_wins`, presets override site and user configs, for runs that must be the same everywhere.
+    Raises a ConfigError that names the key, its origin and the remedy.
     """
     path = layers.locate(source, Path.cwd(), "")
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-.") or "run"
@@ -114,11 +114,11 @@ def recompose(
     checked: bool = True,
     may_change: MayChange = lambda key: True,
 ) -> Composed:
-    """Return the config of a submitted run with overrides applied; raises ConfigError as `compose` does.
+    """Return the config of a submitted run with overrides applied. Raises ConfigError as `compose` does.
 
-    Its text was tokenized into `data.path` and its code was copied at submission, so neither is read again. Keys that
-    this version of orch does not know are dropped. `checked` is False for a config that was accepted before. If sizes
-    do not fit, the hint suggests changes only to keys that `may_change`.
+    Neither the text that was tokenized into `data.path` nor the code that was copied at submission is read again. Keys
+    that this version of orch does not know are dropped. `checked` is False for a config that was accepted earlier. If
+    sizes do not fit, the hint suggests changes only to keys that `may_change`.
     """
     gone = {("data", "text")} if data.get("data", {}).get("path") else set()
     gone |= {("workload", "path")} if data.get("workload", {}).get("snapshot") else set()
@@ -138,7 +138,7 @@ def recompose(
 
 
 def without_secrets(composed: Composed) -> Composed:
-    """Return `composed`; raises ConfigError for a secret that would be written to `config.json` and the registry."""
+    """Return `composed`. Raises ConfigError for a secret that would be written to `config.json` and the registry."""
     redaction.require_none(flat(composed.data), composed.origins, composed.config.env_from)
     return composed
 
@@ -208,7 +208,7 @@ def _text(values: dict[str, Any], key: str) -> bytes | None:
 
 
 def flat(data: dict[str, Any], prefix: keys.Path = ()) -> dict[str, Any]:
-    """Flatten a resolved config to dotted keys; lists and empty maps are values."""
+    """Flatten a resolved config to dotted keys; lists and empty maps count as values."""
     found: dict[str, Any] = {}
     for key, value in data.items():
         below = (*prefix, key)
@@ -217,7 +217,7 @@ def flat(data: dict[str, Any], prefix: keys.Path = ()) -> dict[str, Any]:
 
 
 def _apply_assignments(assignments: Sequence[Assignment]) -> tuple[dict[str, Any], dict[keys.Path, str]]:
-    """Apply assignments in order; a replaced value loses its origin."""
+    """Apply assignments in order. The origin of a replaced value is dropped."""
     values: dict[keys.Path, Any] = {}
     origins: dict[keys.Path, str] = {}
     sections: set[keys.Path] = set()  # paths that have had values below them
@@ -239,7 +239,7 @@ def _apply_assignments(assignments: Sequence[Assignment]) -> tuple[dict[str, Any
 
 
 def _check_entry(item: Assignment, *, known: bool) -> None:
-    """Require `+` for a new entry of an open map, which catches typos in existing names."""
+    """Require `+` for a new entry of an open map, to catch typos in existing names."""
     if known or not keys.within_open(item.path) or (item.adds and not item.clears):
         return
     key = keys.dotted_key(item.path)
@@ -333,7 +333,7 @@ def _make_folders_absolute(values: dict[str, Any], folders: Mapping[keys.Path, s
 
 
 def _branch(data: dict[str, Any], path: keys.Path) -> dict[str, Any] | None:
-    """Return the map that holds the last name of a path, or None."""
+    """Return the map that contains the last name of a path, or None."""
     branch: Any = data
     for name in path[:-1]:
         branch = branch.get(name) if isinstance(branch, dict) else None
@@ -345,7 +345,7 @@ def _absolute(
 ) -> dict[str, Any]:
     """Resolve folders relative to the file that names them, or to the current folder for overrides.
 
-    Variables of this shell are expanded here, because the job starts elsewhere.
+    This shell's variables are expanded here, because the job starts elsewhere.
     """
 
     def folder(name: str, *key: str) -> str:
@@ -372,9 +372,10 @@ def _absolute(
             branch[path[-1]] = [folder(name, *path) if is_folder(name) else name for name in given]
         elif is_folder(given):
             branch[path[-1]] = folder(given, *path)
+    # Relative paths here are resolved later: from the command's folder, or for tiers from the run's folder.
     for path, owner in [
-        (("checkpoints", "path"), data["checkpoints"]),  # relative: from the command's folder
-        *((("checkpoint", "tiers"), tier) for tier in data["checkpoint"]["tiers"]),  # relative: below the run's folder
+        (("checkpoints", "path"), data["checkpoints"]),
+        *((("checkpoint", "tiers"), tier) for tier in data["checkpoint"]["tiers"]),
     ]:
         if owner["path"].startswith(("/", "~", "$")):
             owner["path"] = folder(owner["path"], *path)

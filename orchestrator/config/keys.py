@@ -70,7 +70,7 @@ def within_open(path: Path) -> bool:
 
 
 def unknown_key_error(path: Path, kind: Any, where: str, whole: Path = ()) -> ConfigError:
-    """Return the error for an unknown key of section `kind`; `whole` is the whole key that was typed, if longer."""
+    """Return the error for an unknown key of section `kind`. `whole` is the full key as typed, if it is longer."""
     prefix, there = path[:-1], list(section(kind))
     typed = whole or path
     siblings = [dotted_key((*prefix, name)) for name in there]
@@ -81,7 +81,7 @@ def unknown_key_error(path: Path, kind: Any, where: str, whole: Path = ()) -> Co
 
 
 def nearest_key(typed: str, siblings: Sequence[str] = ()) -> str:
-    """Return the key with the closest spelling, or one with the same last part; empty if nothing matches."""
+    """Return the key with the closest spelling, or one with the same last part, or "" if nothing matches."""
     present = [*map(dotted_key, every_key()), INCLUDES, *siblings]
     last = typed.rpartition(".")[2]
     same = (key for key in present if key.rpartition(".")[2] == last)
@@ -112,11 +112,11 @@ def key_default(path: Path) -> Any:
 
 _LISTS = {str: ("texts", "A, B"), float: ("numbers", "1, 2")}
 _MAPPINGS = ("mappings", "{KEY: VALUE}")
-"""Entries of lists in plain words, with an example."""
+"""What a list contains, in plain words, with example entries."""
 
 
 def example_items(kind: Any) -> str:
-    """Return an example of the entries of a list."""
+    """Return example entries for a list."""
     return _LISTS.get(item_kind(kind), _MAPPINGS)[1]
 
 

@@ -21,7 +21,7 @@ from trainer.protocol.config import WorkloadConfig
 _COMMAND_LINE = ("notify", "command")
 """A list of strings that may be written as one string."""
 _STARTERS = {".py": "python", ".sh": "bash"}
-"""Programs that run scripts, by file suffix."""
+"""Programs that run scripts, keyed by file suffix."""
 _OVERRIDE = re.compile(r"(?P<sign>[+~]?)(?P<key>[A-Za-z_][\w\-]*(?:\.[\w\-]+)*)(?:=(?P<value>.*))?", re.DOTALL)
 
 
@@ -33,7 +33,7 @@ def is_override(text: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """A value for one key, or with `clears` a reset to its default."""
+    """A value for one key or, with `clears`, a reset to its default."""
 
     path: keys.Path
     value: Any
@@ -41,7 +41,7 @@ class Assignment:
     clears: bool = False
     adds: bool = True  # may add a new entry to an open map
     shipped: bool = False  # from a preset that ships with orch
-    folder: str = ""  # folder of its file; relative folders are resolved against it
+    folder: str = ""  # its file's folder, against which relative folders are resolved
 
 
 def standing_files(environ: Mapping[str, str]) -> list[Path]:
@@ -52,14 +52,14 @@ def standing_files(environ: Mapping[str, str]) -> list[Path]:
         path = Path(named).expanduser() if named else _usual_file(variable, environ)
         if named and not path.is_file():
             what = f"no such file: {path}" if not path.exists() else f"{path} {_no_file(path)}"
-            raise ConfigError(what, where=f"${variable}", hint=f"unset {variable}, or name a file there")
+            raise ConfigError(what, where=f"${variable}", hint=f"unset {variable}, or set it to an existing file")
         if path.is_file():
             found.append(path)
     return found
 
 
 def _usual_file(variable: str, environ: Mapping[str, str]) -> Path:
-    """Return the default file for an unset variable; raises RuntimeError if the home is needed but unknown."""
+    """Return the default file for an unset variable. Raises RuntimeError if the home is needed but unknown."""
     if variable == "ORCH_SITE_CONFIG":
         return Path("/etc/orch/site.yaml")
     folder = environ.get("XDG_CONFIG_HOME")
@@ -69,9 +69,10 @@ def _usual_file(variable: str, environ: Mapping[str, str]) -> Path:
 
 
 def locate(source: str, folder: Path, where: str) -> Path:
-    """Return the file of a preset or path. Raises NotFound with a similar name, or ConfigError for an include.
+    """Return the file of a preset or path.
 
-    Raises ConfigError for a script, with the command that submits it.
+    If there is no such file, raises NotFound (or ConfigError for an include) with a similar name. For a script, raises
+    ConfigError with the command that submits it.
     """
     as_path = Path(source).expanduser()
     path = folder / as_path
@@ -87,7 +88,7 @@ def locate(source: str, folder: Path, where: str) -> Path:
     if is_name and not path.exists():
         what = f"no preset `{source}`, and no such file"
     is_special = source.strip() and path.exists() and not path.is_dir()
-    hint = "write the configuration to a regular file, and name that" if is_special else _offer(source, where, folder)
+    hint = "write the configuration to a regular file, and use that" if is_special else _offer(source, where, folder)
     raise (ConfigError if where else NotFound)(what, where=where or (source if is_name else str(path)), hint=hint)
 
 
@@ -109,7 +110,7 @@ def _offer(source: str, where: str, folder: Path) -> str:
 
 
 def from_file(path: Path, above: tuple[Path, ...] = ()) -> list[Assignment]:
-    """Return the assignments of a file, after those of its includes; raises ConfigError."""
+    """Return a file's assignments, preceded by those of its includes. Raises ConfigError."""
     path = path.resolve()
     if path in above:
         chain = " -> ".join(str(step) for step in (*above, path))
@@ -193,7 +194,7 @@ def _kind_below(kind: Any, path: keys.Path, where: str) -> Any:
 def _value(node: Node, kind: Any, path: keys.Path, where: str, part: str = "") -> Any:
     """Return a node as data; text keeps its spelling (`017` keeps its zero). OmegaConf checks other types.
 
-    `part` begins the error's message for an entry of a list, whose error OmegaConf would raise without the key.
+    `part` begins the error message for a list entry, because OmegaConf's own error would not name the key.
     """
     if kind is Any:
         return keys.value(node, path, where)
@@ -212,7 +213,7 @@ def _value(node: Node, kind: Any, path: keys.Path, where: str, part: str = "") -
     is_wrong = is_list or (is_number_entry and isinstance(yaml_text.plain(node), str))
     if not is_single or (is_wrong and not _is_reference(node)):
         shown = "empty" if yaml_text.is_null(node) else yaml_text.plain(node)
-        what = f"{part}`{keys.dotted_key(path)}` is {shown}, must be {keys.type_words(kind)}"
+        what = f"{part}`{keys.dotted_key(path)}` is {shown}, but must be {keys.type_words(kind)}"
         raise ConfigError(what, where=yaml_text.node_location(node, where), hint=_remedy(node, kind, path))
     return str(node.value) if kind is str else yaml_text.plain(node)
 
@@ -233,7 +234,7 @@ def _is_reference(node: Node) -> bool:
 
 
 def from_overrides(overrides: Sequence[str], source: str = "override #{}") -> list[Assignment]:
-    """Return the assignments of texts in override syntax, in order; raises ConfigError."""
+    """Return the assignments for texts in override syntax, in order. Raises ConfigError."""
     return [item for number, text in enumerate(overrides, 1) for item in _override(source.format(number), text)]
 
 

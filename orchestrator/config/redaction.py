@@ -28,12 +28,12 @@ def redacted_url(url: str) -> str:
 
 
 def redacted_value(key: str, value: Any) -> Any:
-    """Return a value of a flat configuration in a form that may be shown."""
+    """Return a flat configuration's value in a form that is safe to show."""
     return redacted_url(value) if key in SECRET_KEYS and isinstance(value, str) else value
 
 
 def redact_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a resolved configuration in a form that may be shown."""
+    """Return a resolved configuration in a form that is safe to show."""
     webhook = config.get("notify", {}).get("webhook")
     return {**config, "notify": {**config["notify"], "webhook": redacted_url(webhook)}} if webhook else config
 
@@ -60,7 +60,7 @@ _VALUE = re.compile(r"[^\s<>\[\]{}|$/~.][^\s<>\[\]{}|]{7,}")
 _NUMBER = re.compile(r"[-+]?[0-9][0-9_.]*([eE][-+]?[0-9]+)?")
 _OPTION = re.compile(r"--?(?P<name>[A-Za-z][\w-]*)(?:=(?P<value>.*))?", re.DOTALL)
 _TYPED = "override "
-"""Prefix of the origin of a command-line value."""
+"""Prefix of a command-line value's origin."""
 _ARGUMENTS = ("workload.args.", "cluster.template_args.")
 _COMMANDS = ("command", "notify.command", "restore_tests.command")
 
@@ -93,19 +93,19 @@ _FORMS = tuple(
 def require_none(values: Mapping[str, Any], origins: Mapping[str, str], named: Sequence[str]) -> None:
     """Raise ConfigError for the first secret in a flat config, without showing it.
 
-    `origins`: origin of each value; `named`: variables already in `env_from`.
+    `origins` has the origin of each value, and `named` the variables already in `env_from`.
     """
     for key, what, variable in _find_secrets(values):
         names, origin = ",".join(dict.fromkeys([*named, variable])), origins.get(key, "")
         # A value from an override disappears with the override, so `~key` is not needed.
         without = f"~{key} " if key == f"env.{variable}" and not origin.startswith(_TYPED) else ""
-        hint = f"`export {variable}=...` and `{without}env_from=[{names}]` instead: the ranks then have {variable}"
+        hint = f"use `export {variable}=...` and `{without}env_from=[{names}]` instead: ranks then have {variable}"
         secret = f"{key}: {what}, which would be written to config.json and the registry"
         raise ConfigError(secret, where=place(origin), hint=hint)
 
 
 def shown_override(text: str) -> str:
-    """Return an override in a form that may be shown: a secret in `env` is masked."""
+    """Return an override in a form that is safe to show: a secret in `env` is masked."""
     match = re.match(r"\+?env(?:\.[^=]*)?=", text)
     secret = is_secret_name(text) or any(form.pattern.search(text) for form in _FORMS)
     return f"{match[0]}***" if match and secret else text
@@ -140,14 +140,14 @@ def _variable(name: str, key: str, form: _Form) -> str:
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether a word of the variable's name marks a secret."""
+    """Return whether any word in the variable's name marks a secret."""
     return _SECRET_NAME.fullmatch(name.upper()) is not None or any(
         word in _WORDS for word in re.split(r"[^A-Z0-9]", name.upper())
     )
 
 
 def _may_be_secret(value: Any, name: str) -> bool:
-    """Return whether the value of a variable with a secret's name may be a secret."""
+    """Return whether a variable whose name suggests a secret may have a secret value."""
     text = "" if value is None or isinstance(value, bool | dict | list | tuple) else str(value)
     if _SECRET_NAME.fullmatch(name.upper()):
         return bool(text.strip()) and text.lower() not in _NO_SECRETS and not _is_elsewhere(name, text)
@@ -155,7 +155,7 @@ def _may_be_secret(value: Any, name: str) -> bool:
 
 
 def _is_elsewhere(name: str, text: str) -> bool:
-    """Return whether a value is a placeholder, shell variable, current folder or pass number."""
+    """Return whether a value is only a placeholder, a shell variable, the current folder or a pass number."""
     word = re.split(r"[^A-Z0-9]", name.upper())[-1]
     is_folder = word == "PWD" and text.startswith(("/", "~", "."))
     return bool(_PLACEHOLDER.fullmatch(text)) or is_folder or (word == "PASS" and text.isdigit())
@@ -164,11 +164,11 @@ def _is_elsewhere(name: str, text: str) -> bool:
 _PLACEHOLDER = re.compile(r"<[^<>]*>|\$\w+|\$?\{+[^{}]*\}+|\*+")
 _NO_SECRETS = frozenset({"0", "1", "true", "false", "yes", "no", "on", "off", "none", "null", "disabled", "enabled"})
 _BOOLEANS = ("disabled",)
-"""Switch-like values of 8 letters or more."""
+"""On/off values with 8 or more letters, which would pass for secrets."""
 
 
 def _options(words: Sequence[Any]) -> Iterator[tuple[str, str]]:
-    """Yield command options whose value is a secret, each with the variable to use instead."""
+    """Yield command options whose value may be a secret, each with the variable to use instead."""
     texts = [word for word in words if isinstance(word, str)]
     for word, following in zip(texts, [*texts, ""][1:], strict=True):
         match = _OPTION.fullmatch(word)

@@ -20,7 +20,7 @@ SAMPLES = ("unproven", "newest", "oldest", "random")
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreTestsConfig:
-    """Restore tests of this run's checkpoints: separate jobs that restore one and train a few more steps."""
+    """Restore tests of this run's checkpoints: separate jobs that restore a checkpoint and train a few more steps."""
 
     every: str = "1d"
     """An interval (`1d`, `6h`, `30m`; the first test comes after that much training), `nightly`, a crontab line
@@ -48,7 +48,7 @@ class RestoreTestsConfig:
     """Maximum share of the run's rank-hours that its restore tests may use."""
 
     max_parallel: int = 1
-    """Maximum number of restore tests that may be active at the same time, over all runs."""
+    """Maximum number of restore tests that may be active at the same time, across all runs."""
 
     cluster: dict[str, Any] = field(default_factory=dict)
     """Keys of `cluster` that differ in tests (`partition`, `qos`, `time`, `mem`); `layouts` sets the size."""
@@ -89,7 +89,7 @@ def is_schedule(every: str) -> bool:
 
 
 def interval_seconds(every: str) -> float | None:
-    """Return the seconds of an interval; None for any other schedule."""
+    """Return an interval in seconds; None for any other schedule."""
     return None if every.endswith("s") else parse_span(every)  # an interval in seconds is too short for jobs
 
 
@@ -105,10 +105,11 @@ def _is_cron(every: str) -> bool:
 
 
 def with_layout(data: dict[str, Any], layout: str) -> dict[str, Any]:
-    """Return the config sections that change on `layout`: `same`, `RANKS` or `NODESxRANKS`.
+    """Return the config sections that change for `layout`: `same`, `RANKS` or `NODESxRANKS`.
 
-    Tensor, context and expert parallelism and replication are kept as far as they fit; pipeline parallelism is turned
-    off, and the remaining ranks shard. The micro-batch size is kept, or reduced to a divisor of a rank's share.
+    Tensor, context and expert parallelism and replication are kept as far as they fit. Pipeline parallelism is turned
+    off, and the model is sharded over the remaining ranks. The micro-batch size is kept, or reduced to a divisor of a
+    rank's share.
     """
     cluster, parallel = dict(data["cluster"]), dict(data["parallel"])
     cluster |= {"spare_nodes": 0, "min_nodes": 0}
@@ -154,13 +155,13 @@ def _ep(data: dict[str, Any], sharding: int) -> int:
 
 
 def nodes_and_ranks(layout: str) -> tuple[int, int]:
-    """Return the number of nodes, and of ranks per node."""
+    """Return the number of nodes and the number of ranks per node."""
     nodes, times, ranks = layout.partition("x")
     return (int(nodes), int(ranks)) if times else (1, int(nodes))
 
 
 def rank_count(layout: str, config: JobConfig) -> int:
-    """Return the number of ranks that a test on `layout` has."""
+    """Return the number of ranks in a test on `layout`."""
     if layout == SAME:
         return config.cluster.world_size
     nodes, ranks = nodes_and_ranks(layout)

@@ -1,4 +1,4 @@
-"""Checks of a whole configuration beyond the types and ranges of single values. Pure."""
+"""Checks of a whole configuration beyond the types and ranges of single values. They change nothing."""
 
 import os
 import re
@@ -39,7 +39,7 @@ def program_size_complaints(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 SHOWN = 8
-"""Maximum number of node counts in a message."""
+"""Maximum number of node counts listed in a message."""
 
 
 def elastic_complaints(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -64,7 +64,7 @@ def elastic_complaints(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _divides(config: RunConfig) -> bool:
-    """Return whether the batch size divides evenly in the full layout. If not, another check reports that."""
+    """Return whether the full layout divides the batch size evenly. If not, another check reports that."""
     try:
         ranks = config.parallel.data_parallel_size(config.cluster.world_size)
     except ValueError:
@@ -85,7 +85,7 @@ def _nothing_fits(config: RunConfig, fits: list[int]) -> tuple[str, str]:
 
 
 _PROGRAM = 'pass an option to the program: command=[python, train.py, --epochs, "3"]'
-_CHECKPOINTS = "the program saves its own checkpoints; checkpoints.path=FOLDER shows them to orch"
+_CHECKPOINTS = "the program saves its own checkpoints; checkpoints.path=FOLDER tells orch where they are"
 _ONLY_FOR_WORKLOADS: dict[keys.Path, str] = {
     ("workload", "args"): _PROGRAM,
     ("parallel",): "the program creates its own mesh",
@@ -102,8 +102,8 @@ _ONLY_FOR_WORKLOADS: dict[keys.Path, str] = {
 def refuse_ineffective(config: RunConfig, assignments: Sequence[Assignment]) -> None:
     """Raise ConfigError for the first assignment that has no effect on a `command`.
 
-    `assignments` are the values for this run only, not those of the site file and presets. A key to which another value
-    refers (`${train.steps}`) has an effect.
+    `assignments` are the values for this run only, not those of the site file and presets. A key that another value
+    refers to (`${train.steps}`) has an effect.
     """
     if not config.command:
         return
@@ -135,9 +135,9 @@ Complaint = tuple[str, str]
 
 
 def check(config: RunConfig, origins: Origins, source: str = "", may_change: MayChange = lambda key: True) -> None:
-    """Raise ConfigError for the first invalid combination; `source` is the file to name if the key is not set.
+    """Raise ConfigError for the first invalid combination.
 
-    Hints suggest other sizes only for keys that `may_change`.
+    The error names the file `source` if the key is not set. Hints suggest other sizes only for keys that `may_change`.
     """
     for what, hint in _complaints(config, may_change):
         raise invalid_values_error(what, origins, hint, f"not set in {source}" if source else _DEFAULTS)
@@ -172,7 +172,7 @@ def _mentioned_keys(what: str) -> set[tuple[str, ...]]:
 
 
 def _usual(what: str, origins: Origins) -> str:
-    """Return a generic hint: omit a value that was typed; reset others by `~key`, because a preset may set them."""
+    """Return a generic hint: omit a value that was typed; reset others with `~key`, because a preset may set them."""
     key = re.match(r"[a-z_]+(?:\.[a-z_]+)+", what)
     if key is None:
         return "`orch config show CONFIG` shows all values"
@@ -200,7 +200,7 @@ def _complaints(config: RunConfig, may_change: MayChange) -> Iterator[Complaint]
 def _unstorable(value: Any, path: tuple[str, ...]) -> Iterator[Complaint]:
     """Yield whole numbers too large for the registry or some JSON readers, and strings that are not UTF-8.
 
-    Open maps may have any numbers. Strings with lone surrogates come from non-UTF-8 command lines.
+    Open maps may contain any number. Strings with lone surrogates come from non-UTF-8 command lines.
     """
     key = keys.dotted_key(path)
     if isinstance(value, dict | list | tuple):
@@ -255,7 +255,7 @@ def _program(config: RunConfig) -> Iterator[Complaint]:
 
 
 def _target_meant(target: str) -> str:
-    """Return a hint that spells a file path or a dotted class as a target, or gives an example."""
+    """Return a hint that rewrites a file path or a dotted class as a target, or gives an example."""
     file, mark, name = target.partition(":")
     if not mark and not file.endswith(".py"):
         file, _, name = file.rpartition(".")
@@ -272,7 +272,7 @@ def _restore_tests(config: RunConfig) -> Iterator[Complaint]:
     for key in config.restore_tests.cluster:
         if key in _LAYOUT_KEYS:
             yield (
-                f"restore_tests.cluster.{key}: the layout of a test is not set here",
+                f"restore_tests.cluster.{key}: a test's layout is not set here",
                 "restore_tests.layouts=[2x4] is two nodes with four ranks each; a test runs where its run does",
             )
         elif key not in known:
@@ -294,7 +294,7 @@ def _layouts(config: RunConfig) -> Iterator[Complaint]:
     for layout in config.restore_tests.layouts:
         if layout != SAME and (what := _misfit({**data, **with_layout(data, layout)})):
             fit = [other for other in config.restore_tests.layouts if other != layout] or [SAME]
-            hint = f"type restore_tests.layouts=[{','.join(fit)}], or other ranks"
+            hint = f"set restore_tests.layouts=[{','.join(fit)}], or use other numbers of ranks"
             yield f"restore_tests.layouts: {layout}: {what}", hint
 
 
@@ -324,7 +324,7 @@ def _ranks(config: RunConfig) -> Iterator[Complaint]:
 
 
 def _cluster(config: RunConfig) -> Iterator[Complaint]:
-    """Yield values that Slurm cannot parse. Otherwise they would fail only when the run starts."""
+    """Yield a root that cannot be a folder and values that Slurm cannot parse, which would otherwise fail later."""
     if what := _no_folder(config.cluster.root):
         hint = "cluster.root=FOLDER chooses another; a missing folder is created"
         yield f"cluster.root={config.cluster.root}: {what}", hint
@@ -341,11 +341,11 @@ def _no_folder(place: str) -> str:
         return "is a broken link" if os.path.islink(place) else ""
     except OSError:
         return ""  # the writer reports the error
-    return "" if stat.S_ISDIR(mode) else "is a file, and must be a folder"
+    return "" if stat.S_ISDIR(mode) else "is a file, but must be a folder"
 
 
 LONGEST_PAUSE = 7 * 86400
-"""Maximum pause between attempts in seconds. With a longer pause, a run seems to have no controller."""
+"""Maximum pause between attempts, in seconds. During a longer pause, a run would seem to have no controller."""
 
 
 def _pauses(config: RunConfig) -> Iterator[Complaint]:
@@ -366,7 +366,7 @@ def _recompute(config: RunConfig) -> Iterator[Complaint]:
     if train.activation_checkpointing and train.recompute.keep == "products" and wrap not in ("auto", "Block"):
         yield (
             f"train.recompute.keep=products needs whole layers, but parallel.fsdp.wrap={wrap} wraps other modules",
-            "type parallel.fsdp.wrap=auto, or train.recompute.keep=nothing",
+            "set parallel.fsdp.wrap=auto or train.recompute.keep=nothing",
         )
 
 
@@ -385,6 +385,6 @@ def _data(config: RunConfig) -> Iterator[Complaint]:
     if data.path and re.search(r"/[a-z][a-z0-9]+:/", data.path):
         yield f"data.path={data.path}: is a URL; ranks read a folder that every node sees", "data.path=/shared/tokens"
     elif data.path and Path(data.path).exists() and not Path(data.path).is_dir():
-        yield f"data.path={data.path}: is a file, and must be a folder", "orch data prepare YOUR-TEXTS --out FOLDER"
+        yield f"data.path={data.path}: is a file, but must be a folder", "orch data prepare YOUR-TEXTS --out FOLDER"
     elif data.path and not Path(data.path).is_dir():
         yield f"data.path={data.path}: no such folder", f"orch data prepare YOUR-TEXTS --out {data.path}"

@@ -39,7 +39,7 @@ _PLAINLY = "write plain values only: words, numbers, lists and mappings"
 _TOO_DEEP = "the YAML is nested too deeply, or its aliases expand without end"
 _MOST_NODES = 20_000
 _MOST_DIGITS = 1_000
-"""Maximum digits of a number: no key accepts more, and Python refuses to convert more than 4300."""
+"""Maximum number of digits in a number. No key accepts more, and Python refuses to convert more than 4300."""
 _SCALARS: tuple[tuple[str, str, str], ...] = (
     ("null", r"^(?:~|null|Null|NULL|)$", "~nN\0"),
     ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
@@ -69,7 +69,7 @@ for _name, _pattern, _first in _SCALARS:
 
 
 def parse(text: str, where: str) -> Node | None:
-    """Return the node of one YAML document, or None for an empty one; raises ConfigError with the line."""
+    """Return the node of one YAML document, or None for an empty one. Raises ConfigError with the line number."""
     try:
         node: Node | None = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
@@ -139,7 +139,7 @@ def is_null(node: Node) -> bool:
 
 
 def old_boolean(node: Node) -> str:
-    """Return `true` or `false` for an unquoted YAML 1.1 boolean (`yes`, text in YAML 1.2); empty for others."""
+    """Return `true` or `false` for an unquoted YAML 1.1 boolean such as `yes` (text in YAML 1.2); empty for others."""
     is_word = isinstance(node, ScalarNode) and not node.style and node.tag == _CORE + "str"
     return _OLD_BOOLEANS.get(str(node.value).lower(), "") if is_word else ""
 

@@ -57,10 +57,10 @@ class Order:
 
 
 class Channel(Protocol):
-    """Channel for notifications; `value` is its setting."""
+    """A way to send notifications. `value` is its setting."""
 
     def check(self, value: Any) -> None:
-        """Raise ValueError, which names the key, if no message can be sent to `value`."""
+        """Raise a ValueError that names the key if no message can be sent to `value`."""
 
     def send(self, value: Any, order: Order) -> str:
         """Deliver the order; return why it failed, or ""."""
@@ -74,7 +74,7 @@ class Webhook:
             raise ValueError("notify.webhook: must be a http:// or https:// URL without spaces, user or password")
 
     def send(self, url: str, order: Order) -> str:
-        """POST to the full URL. It is read in this process, so that a hanging file system delays only this delivery."""
+        """POST to the full URL. It is read in this process, so that a hung file system delays only this delivery."""
         if redacted_url(url) == url:
             try:
                 url = RunSecrets.read(Path(order.secrets)).webhooks.get(url, "")
@@ -84,7 +84,7 @@ class Webhook:
                 return f"{order.secrets} cannot be read: {error.strerror or error}"
         if not url:
             hint = f"`orch resume {Path(order.secrets).parent.name} notify.webhook=URL`"
-            return f"{order.secrets} does not have its URL; once the run has stopped: {hint}"
+            return f"{order.secrets} does not contain its URL; once the run has stopped: {hint}"
         return self._post(url, order.json)
 
     def _post(self, url: str, content: bytes) -> str:
@@ -127,7 +127,7 @@ class Mail:
         return [address.strip() for address in addresses.split(",")]
 
     def send(self, addresses: str, order: Order) -> str:
-        import smtplib  # as slow as http.client
+        import smtplib  # as slow to import as http.client
         from email.message import EmailMessage
 
         payload, letter = order.payload, EmailMessage()
@@ -188,7 +188,7 @@ def channel(way: Channel, unset: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class NotifyConfig:
-    """Notifications about this run, sent by the controller once for each change of state."""
+    """Notifications about this run, sent by the controller once for each state change."""
 
     webhook: str = channel(Webhook(), "")
     """URL that receives a JSON POST; its `text` field is a sentence, as Slack and Mattermost expect."""
@@ -217,7 +217,7 @@ class NotifyConfig:
 
     @property
     def targets(self) -> dict[str, Any]:
-        """Settings of the configured channels, by name."""
+        """Settings of the configured channels, keyed by name."""
         return {name: value for name in self.channels() if (value := getattr(self, name))}
 
 

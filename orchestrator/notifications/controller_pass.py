@@ -1,4 +1,4 @@
-"""Notifications after each pass of a controller: find new state changes, send messages, record the results.
+"""Notifications after each controller pass: find new state changes, send messages, record the results.
 
 A result is recorded after delivery. If the controller dies in between, its successor sends the message again with the
 same id. Nothing here changes a run.
@@ -29,7 +29,7 @@ from trainer.protocol.run_dir import RunDir
 log = logging.getLogger("orch.controller")
 
 STALE = 86400.0
-"""Seconds after which a change of state is too old for a message."""
+"""Seconds after which a state change is too old for a message."""
 AGAIN = (30.0, 120.0, 600.0, 1800.0)
 """Seconds before each retry."""
 TOGETHER = 4
@@ -45,7 +45,7 @@ class Notifications:
     between: Callable[[], None] = lambda: None
     """Called during waits, to renew the lease."""
     wall: Callable[[], float] = time.time
-    _seen: int = 0  # newest examined change of state, in the registry's order
+    _seen: int = 0  # number of the newest state change examined, in the registry's order
     _watched: set[str] = field(default_factory=set)  # runs with unsettled changes
     _sending: dict[str, tuple[Sender, DeliveryRecord]] = field(default_factory=dict)
     _configs: dict[str, NotifyConfig] = field(default_factory=dict)
@@ -61,7 +61,10 @@ class Notifications:
         return bool(self._sending)
 
     def run(self, epoch: int, now: float) -> list[str]:
-        """Record finished deliveries and send due messages; return one line each. Raises Fenced, RegistryError."""
+        """Record finished deliveries and send due messages. Raises Fenced, RegistryError.
+
+        Returns one line for each message that reached a channel.
+        """
         done = [words for run in list(self._sending) if (words := self._collect_result(run, epoch, now))]
         newest = self.store.changes_after(self._seen, now - STALE)
         self._seen = max((number for number, _ in newest), default=self._seen)
@@ -72,7 +75,7 @@ class Notifications:
         return done
 
     def finish(self, epoch: int, patience: float) -> list[str]:
-        """Wait for deliveries in progress; return one line each. A successor repeats those that are late."""
+        """Wait for deliveries in progress; return lines as `run` does. A successor repeats those that are late."""
         done, deadline = [], time.monotonic() + patience
         while self._sending and time.monotonic() < deadline:
             self.between()
@@ -165,5 +168,5 @@ class Notifications:
 
 
 def _is_due(record: DeliveryRecord, now: float) -> bool:
-    """Return whether a try is due. If more than the longest pause remains, the clock was set back."""
+    """Return whether a retry is due. If more than the longest pause remains, the clock was set back."""
     return not 0.0 < record.next_at - now <= AGAIN[-1]

@@ -30,7 +30,7 @@ _NEXT_COMMANDS = {
 
 
 def make_message(run: Run, change: Transition) -> dict[str, Any]:
-    """Return the message for a state change, with the current step and loss. A repeated message has the same `id`."""
+    """Return the message for a state change, with the current step and loss. A resent message has the same `id`."""
     moment = datetime.fromtimestamp(change.time, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
     place = f" at step {run.step} of {run.total_steps}" if run.total_steps else ""
     why = f": {change.reason}" if change.reason else ""
@@ -57,19 +57,19 @@ def message_variables(message: Mapping[str, Any]) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class DeliveryRecord:
-    """Delivery record of the message about the run's state change number `index`, counted from 0."""
+    """Delivery record for the run's `index`-th state change, counting from 0."""
 
     index: int
     state: str
     at: float = 0.0  # last try, in seconds since the epoch
     tries: int = 0
-    next_at: float = 0.0  # next try; 0 if there will be none
+    next_at: float = 0.0  # next try; 0 if there is none
     delivered: tuple[str, ...] = ()  # names of channels
-    failed: dict[str, str] = field(default_factory=dict)  # reason by channel
+    failed: dict[str, str] = field(default_factory=dict)  # reasons, keyed by channel
 
     @property
     def trouble(self) -> str:
-        """Why some channels failed; empty if all delivered."""
+        """Why some channels failed; empty if all of them delivered the message."""
         if not self.failed:
             return ""
         ways = "; ".join(f"{channel}: {why}" for channel, why in sorted(self.failed.items()))
@@ -116,7 +116,7 @@ class Sender:
 
     @classmethod
     def begin(cls, order: Order) -> "Sender":
-        """Start the process, and pass the order in memory that other users cannot read. Raises OSError."""
+        """Start the process, and pass it the order in memory that other users cannot read. Raises OSError."""
         environment = dict(os.environ)
         if root := package_root():
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
@@ -132,7 +132,7 @@ class Sender:
         return cls(process, tuple(order.targets), time.monotonic() + WITHIN)
 
     def result(self) -> Mapping[str, str] | None:
-        """Return the error of each channel, or "" if it delivered; None while the delivery is in progress."""
+        """Return each channel's error, or "" if it succeeded; None while the delivery is in progress."""
         late = self.process.poll() is None
         if late and time.monotonic() < self.deadline:
             return None

@@ -18,7 +18,7 @@ SHELL = re.compile(r"(?:.*/)?(?:bash|sh|dash|zsh|ksh)")
 _PYTHON = re.compile(r"(?:.*/)?python[\d.]*")
 _ENDS = frozenset({";", "&&", "||", "&", "(", ")"})
 _FILTERS = frozenset({"tee", "cat", "grep", "egrep", "sed", "awk", "ts", "tr", "cut", "head", "tail", "logger", "sort"})
-"""Pipe filters that succeed even if the program before them fails; none of them trains."""
+"""Pipe filters that succeed even if the program before them fails. None of them does any training."""
 _BOTH_STREAMS = re.compile(r"\d*>&\d")
 _LAST_WORDS = frozenset({"echo", "printf", "date", "true", ":"})
 """Commands that always succeed; a script that ends with one also succeeds."""
@@ -27,9 +27,9 @@ _KEEPS_CODE = re.compile(r"\bset\s+-\w*e|\berrexit\b|\bexit\b|\breturn\b|\btrap\
 
 
 def refuse_lost_exit_code(command: Sequence[str], script: str = "") -> None:
-    """Raise ConfigError if a failing program would end with exit code 0; `script`: text of a shell script.
+    """Raise ConfigError if a failing program would end with exit code 0. `script` is the text of a shell script.
 
-    orch takes exit code 0 as the end of training.
+    To orch, exit code 0 means that training has finished.
     """
     text = inline_text(command) or script
     options = command[: command.index(text)] if text in command else command
@@ -40,7 +40,7 @@ def refuse_lost_exit_code(command: Sequence[str], script: str = "") -> None:
     hidden = next(filter(None, map(_filter_after_pipe, trains)), "")
     if hidden and "pipefail" not in f"{text} {' '.join(options)}":
         what = f"command: a pipe returns the exit code of `{hidden}`, so a program that fails would count as done"
-        hint = "type `set -o pipefail;` before it in bash; orch already keeps the output: `orch logs RUN`"
+        hint = "put `set -o pipefail;` before it in bash; orch already keeps the output: `orch logs RUN`"
         raise ConfigError(what, where="command", hint=hint)
     strict = any(re.fullmatch(r"-\w*e\w*", word) for word in options[1:])
     last = lines[-1]
@@ -48,11 +48,11 @@ def refuse_lost_exit_code(command: Sequence[str], script: str = "") -> None:
     starts_more = len(lines) > 1 or len(ends) < len(last)
     if starts_more and ends[0] in _LAST_WORDS and not strict and not _KEEPS_CODE.search(text):
         what = f"command: the script ends with `{ends[0]}`, so a failed program before it would count as done"
-        raise ConfigError(what, where="command", hint="type `set -e` at the beginning of the script")
+        raise ConfigError(what, where="command", hint="put `set -e` at the beginning of the script")
 
 
 def _filter_after_pipe(words: Sequence[str]) -> str:
-    """Return the filter that ends the pipe of the last Python program in these words; empty without one."""
+    """Return the filter that ends the last Python program's pipe in these words; empty if there is none."""
     at = max(place for place, word in enumerate(words) if _PYTHON.fullmatch(word))
     piped = ""
     for word, after in pairwise(words[at:]):
@@ -104,10 +104,10 @@ _RUNNABLE = re.compile(r".*\.(?:py|sh)|(?:.*/)?python[\d.]*")
 _PYTHON_LAUNCHERS = frozenset(
     {"torchrun", "deepspeed", "composer", "accelerate-launch", "accelerate launch", "fabric run", "lightning run"}
 )
-"""Launchers that start a Python script or module; `--no-python` makes them start a program."""
+"""Launchers that start a Python script or module, or any program with `--no-python`."""
 _PROGRAM_LAUNCHERS = frozenset({"srun", "mpirun", "mpiexec", "horovodrun", "colossalai run"})
 _JOINING = ("torchrun", "accelerate launch", "accelerate-launch", "tune run")
-"""Launchers that join all nodes into one world if given their number, and then expect one process per node."""
+"""Launchers that, given the number of nodes, join them into one world and expect one process on each."""
 _NODES = re.compile(r"--(?:nnodes|num[-_]machines|num[-_]nodes)(?:[= ])(?!1(?: |$))")
 _RANKS = re.compile(r"--(?:nproc[-_]per[-_]node|nnodes)\b")
 _OWN_RANKS = re.compile(r"RANK|WORLD_SIZE|SLURM_|GROUP_|NODE_ID|NODEID")
@@ -117,7 +117,7 @@ _SEPARATORS = frozenset({"&&", "||", "|", ";", "&", "(", ")", "do", "then", "els
 
 
 def refuse_launcher(config: RunConfig, script: str = "") -> None:
-    """Raise ConfigError for a launcher if there is more than one rank; `script`: text of a shell script."""
+    """Raise ConfigError for a launcher if there is more than one rank. `script` is the text of a shell script."""
     cluster, command = config.cluster, config.command
     if cluster.world_size == 1:
         return
@@ -178,7 +178,7 @@ def _read_launcher(command: Sequence[str], at: int) -> tuple[str, Sequence[str]]
 
 
 def _find_started(words: Sequence[str]) -> int:
-    """Return the index of the program, script or module after a launcher's options; without one, their number."""
+    """Return the index of the program, script or module after a launcher's options, or len(words) if none follows."""
     for at, (before, word) in enumerate(pairwise(words), 1):
         takes_value = before.startswith("-") and "=" not in before and not _NO_VALUE.fullmatch(before)
         if not word.startswith("-") and not (takes_value and not _RUNNABLE.fullmatch(word)):
@@ -187,7 +187,7 @@ def _find_started(words: Sequence[str]) -> int:
 
 
 def _find_script_index(words: Sequence[str]) -> int:
-    """Return the index of the first script, or of the Python or shell that runs one; by default of the last word."""
+    """Return the index of the first script, or of the Python or shell that runs one, or else of the last word."""
     for at, (word, after) in enumerate(pairwise(words)):
         if word.endswith((".py", ".sh")) or SHELL.fullmatch(word):
             return at
@@ -197,13 +197,13 @@ def _find_script_index(words: Sequence[str]) -> int:
 
 
 def _from_shell(command: Sequence[str]) -> Sequence[str]:
-    """Return the command's words from its shell onwards; empty if it starts no shell."""
+    """Return the command's words from its shell onwards; empty if it does not start a shell."""
     at = _find_script_index(command)
     return command[at:] if SHELL.fullmatch(command[at]) else ()
 
 
 def _simple_commands(text: str) -> Iterator[list[str]]:
-    """Yield the simple commands of a shell text, approximately: words between separators and line ends."""
+    """Yield the simple commands in shell text, approximately: the words between separators and line ends."""
     for line in lines_of_words(text):
         for is_separator, words in groupby(line, _SEPARATORS.__contains__):
             if not is_separator:
@@ -221,7 +221,7 @@ _KEEP_FILES = frozenset({"default", "modules", "conda", "nccl"})
 def check_command(config: RunConfig, cwd: Path) -> None:
     """Raise ConfigError for a script that certainly does not exist, or that would be started twice.
 
-    `cwd`: the folder from which the run is submitted.
+    `cwd` is the folder from which the run is submitted.
     """
     _refuse_one_text(config.command, cwd)
     script_text = _shell_text(config.command, cwd)
@@ -274,7 +274,7 @@ def _shell_text(command: tuple[str, ...], cwd: Path) -> str:
 
 
 def _check_program(command: tuple[str, ...], cwd: Path) -> None:
-    """Raise ConfigError for a script that is the program but is not executable."""
+    """Raise ConfigError for a script that is run as the program but is not executable."""
     program = command[0]
     starter = _STARTERS.get(Path(program).suffix)
     if starter is None or not _SCRIPT.fullmatch(program):
@@ -284,7 +284,7 @@ def _check_program(command: tuple[str, ...], cwd: Path) -> None:
         return
     why = "is not a program on PATH" if on_path else "is not executable"
     words = shlex.quote(f"command=[{format_list_items([starter, *command])}]")
-    raise ConfigError(f"command: {program} {why}", where="command", hint=f"name what starts it: {words}")
+    raise ConfigError(f"command: {program} {why}", where="command", hint=f"name its interpreter: {words}")
 
 
 _STARTERS = {".py": "python", ".sh": "bash"}
@@ -302,7 +302,7 @@ def _script(command: tuple[str, ...]) -> str | None:
 def _missing(command: tuple[str, ...], script: str, path: Path) -> ConfigError:
     near = near_file(path, (path.suffix,))
     if near is None:
-        hint = "give the script's full path, or submit from the folder that has it"
+        hint = "give the script's full path, or submit from the folder that contains it"
     else:
         meant = script.removesuffix(path.name) + near
         words = [meant if word == script else word for word in command]

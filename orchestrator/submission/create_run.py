@@ -68,7 +68,7 @@ def check_data(folder: Path) -> None:
 
 
 ANSWER_WITHIN = 30.0
-"""Time limit in seconds for all tiers together."""
+"""Time limit, in seconds, for all tiers together."""
 _MODULE = "checkpointing.tiers.tier"
 
 Finish = Callable[[Callable[[str], None]], None]
@@ -110,15 +110,13 @@ def _check_folders(config: RunConfig) -> None:
             continue
         there = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
         if not there.is_dir():
-            raise _unusable(tier.path, f"{there} is not a folder", "name a folder, or omit the tier")
+            raise _unusable(tier.path, f"{there} is not a folder", "use a folder, or omit the tier")
         if not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
-            raise _unusable(
-                tier.path, f"nothing can be written in {there}", "name a folder of yours, or `shared: false`"
-            )
+            raise _unusable(tier.path, f"{there} is not writable", "use a folder of your own, or set `shared: false`")
 
 
 def check_tier_folders(config: RunConfig, folder: RunDir, known: Collection[str] = ()) -> None:
-    """Raise ConfigError for shared tiers that are the same folder, inside another run's, or owned by another user.
+    """Raise ConfigError for shared tiers that use the same folder, are inside another run's, or are another user's.
 
     Tiers with a path in `known` were accepted before; their folders are not checked.
     """
@@ -133,7 +131,7 @@ def check_tier_folders(config: RunConfig, folder: RunDir, known: Collection[str]
             raise ConfigError(
                 f"{place.path} {why}: {folder.name} cannot keep checkpoints there",
                 where="checkpoint.tiers",
-                hint="give the tier another path" if known else "type name=OTHER, or give the tier another path",
+                hint="give the tier another path" if known else "set name=OTHER, or give the tier another path",
             )
 
 
@@ -148,7 +146,7 @@ def refuse_one_folder(places: Sequence[ResolvedTier]) -> None:
 
 
 def _foreign_folder(folder: Path) -> str:
-    """Return why a run cannot use its folder in a tier, or "" if it can or if the folder does not exist."""
+    """Return why a run cannot use its folder in a tier, or "" if it can or the folder does not exist."""
     try:
         found = folder.stat()
     except FileNotFoundError:
@@ -193,7 +191,7 @@ def check_script(config: RunConfig, kind: str) -> None:
 def check_with_scheduler(config: RunConfig, kind: str, warn: Warn) -> None:
     """Raise SubmitRejected, with the scheduler's message and a remedy, for a job it would never accept or start.
 
-    A missing answer is not a refusal. Temporary refusals, and refusals explained by nodes now down, go to `warn`.
+    A missing answer is not a refusal. Refusals that are temporary, or explained by nodes being down, go to `warn`.
     """
     from orchestrator.scheduler.slurm.node_capacity import known_nodes, shortfall
 
@@ -241,7 +239,7 @@ def create_run(
     origin: RunOrigin | None = None,
     on_recorded: Callable[[Run], None] = lambda run: None,
 ) -> tuple[Run, Attempt]:
-    """Check the config, prepare data, write the run and the intent of its first attempt, and create its folder.
+    """Check the config, prepare the data, record the run and its first attempt's intent, and create its folder.
 
     `on_recorded` is called with the run as soon as it is in the registry; until then Ctrl-C is delayed.
 
@@ -336,7 +334,7 @@ def writable_root(text: str, *, shared: bool) -> Path:
             stream.flush()
     except OSError as error:
         raise Precondition(
-            f"the folder of runs cannot be written: {error.strerror or error}",
+            f"the folder for runs is not writable: {error.strerror or error}",
             where=str(root),
             hint="cluster.root=FOLDER chooses another; on a cluster it must be on the shared file system",
         ) from error
@@ -362,7 +360,7 @@ def prepare_data(
 
 
 def _tokenize_text(config: RunConfig, root: Path, progress: Progress | None) -> tuple[Path, TokenIndex]:
-    place = root / f".data-{os.geteuid()}"  # other users may have theirs in the same root
+    place = root / f".data-{os.geteuid()}"  # other users may have their own in the same root
     check_data(place)
     try:
         folder, index = prepare_under(config.data.text, place, progress)
@@ -381,7 +379,7 @@ def _tokenize_text(config: RunConfig, root: Path, progress: Progress | None) -> 
 
 
 def read_index(path: str) -> TokenIndex:
-    """Return the index of a token folder. Raises ConfigError, even if only the shards changed after it was written."""
+    """Return a token folder's index. Raises ConfigError if it is unreadable or a shard changed after it was written."""
     folder = Path(path).expanduser()
     try:
         index = TokenIndex.read(folder)
@@ -403,9 +401,9 @@ def read_index(path: str) -> TokenIndex:
 def _check_fit(config: RunConfig, index: TokenIndex, path: str) -> None:
     if index.vocab_size > config.model.vocab_size:
         raise ConfigError(
-            f"model.vocab_size={config.model.vocab_size}, but the data has {index.vocab_size} kinds of tokens",
+            f"model.vocab_size={config.model.vocab_size}, but the data's vocabulary has {index.vocab_size} tokens",
             where=path,
-            hint=f"type model.vocab_size={index.vocab_size}",
+            hint=f"set model.vocab_size={index.vocab_size}",
         )
     if index.tokens <= config.train.seq_len:
         unit = math.lcm(config.parallel.tp, config.train.loss_chunks)
@@ -413,17 +411,17 @@ def _check_fit(config: RunConfig, index: TokenIndex, path: str) -> None:
         raise ConfigError(
             f"train.seq_len={config.train.seq_len}, but the data has only {index.tokens} tokens",
             where=path,
-            hint=f"type train.seq_len={longest}, or give more text" if longest else "give more text",
+            hint=f"set train.seq_len={longest}, or provide more text" if longest else "provide more text",
         )
     batches = ((index.tokens - 1) // config.train.seq_len - 1) // config.train.batch_size
     if config.validation.batches > batches:
         raise ConfigError(
             f"validation.batches={config.validation.batches} holds out more than the data's {index.tokens} tokens",
             where=path,
-            hint=f"type validation.batches={batches}, or give more text",
+            hint=f"set validation.batches={batches}, or provide more text",
         )
 
 
 def data_identity(path: str, index: TokenIndex) -> dict[str, Any]:
-    """Return the entry for the data in a run's identity."""
+    """Return a run identity's entry for the data."""
     return {"path": path, "fingerprint": index.fingerprint, "tokens": index.tokens, "shards": len(index.shards)}

@@ -29,12 +29,12 @@ class Rule(StrEnum):
 
     HARMLESS = "harmless"  # no effect on the computed numbers
     ACCEPT = "accept"  # training continues differently; the user must accept it
-    REFUSED = "refused"  # the checkpoint would not fit, or would have another meaning
+    REFUSED = "refused"  # the checkpoint would not fit, or would mean something else
 
 
 @dataclass(frozen=True)
 class Term:
-    """The rule for one key, its reason, and the alternative to a refused change."""
+    """The rule for one key. `why` gives the reason and, for a refused change, an alternative."""
 
     rule: Rule
     why: str = ""
@@ -61,7 +61,7 @@ _TERMS: Mapping[Term, str] = {
         train.dtype
     """,
     _CODE: "workload.path command",
-    Term(Rule.REFUSED, "the code was copied, or not, when the run was submitted"): "workload.snapshot",
+    Term(Rule.REFUSED, "whether the code is copied was decided when the run was submitted"): "workload.snapshot",
     Term(Rule.ACCEPT, "orch looks for the program's checkpoints elsewhere"): "checkpoints.path",
     Term(Rule.ACCEPT, "orch looks for the program's checkpoints under other names"): "checkpoints.pattern",
     HARMLESS: """
@@ -86,12 +86,12 @@ _TERMS: Mapping[Term, str] = {
     _OTHER_DATA: "train.seed train.seq_len data.text data.shuffle validation.batches",
     Term(Rule.REFUSED, "the position in the data is counted in batches; submit a new run"): "train.batch_size",
     Term(Rule.REFUSED, "it does not hold the same tokens; submit a new run"): "data.path",
-    Term(Rule.ACCEPT, "a schedule that waits for a plateau sees other validations"): "validation.every",
-    Term(Rule.ACCEPT, "checkpoints are kept in other places; no tier of the run can be left out"): "checkpoint.tiers",
+    Term(Rule.ACCEPT, "a schedule that waits for a plateau sees different validations"): "validation.every",
+    Term(Rule.ACCEPT, "checkpoints are kept elsewhere; none of the run's tiers may be left out"): "checkpoint.tiers",
     Term(Rule.ACCEPT, "different batches count as spikes and are skipped"): "detection.spike",
     Term(Rule.ACCEPT, "faults are injected on purpose"): "drill.events",
 }
-"""The keys and sections that each rule covers; a key's rule comes before its section's."""
+"""The keys and sections that each rule covers. A key's rule takes precedence over its section's."""
 _BY_NAME = {name: term for term, names in _TERMS.items() for name in names.split()}
 
 
@@ -119,7 +119,7 @@ IDENTITY: Mapping[str, Term] = {
     TORCH: _STACK,
     PACKAGES: _STACK,
     "env.slurm": HARMLESS,
-    "env.driver": HARMLESS,  # that of the login node
+    "env.driver": HARMLESS,  # the login node's driver
     "env.variables": HARMLESS,  # jobs inherit these from their submitter's shell
     "data.path": HARMLESS,
     "data.fingerprint": _OTHER_DATA,
@@ -150,7 +150,7 @@ def config_changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
     changes = [
         Change(key=key, before=old, now=new, term=_term(key, now)) for key, (old, new) in diff(before, now).items()
     ]
-    # An open map that became empty or non-empty shows in its entries.
+    # If an open map became empty or non-empty, its entries already show the change.
     return [
         change
         for change in changes
@@ -205,12 +205,12 @@ def check_keys(accepted: Collection[str]) -> None:
     for key in accepted:
         if not any(name in CONFIG for name in _above(key)) and key not in IDENTITY:
             near = nearest(key, known)
-            hint = did_you_mean(near and f"--accept {near}", "the refusal of a resume names the key")
+            hint = did_you_mean(near and f"--accept {near}", "the error from a refused resume names the key")
             raise ConfigError(f"there is no key {key} to accept", where="--accept", hint=hint)
 
 
 def relax_without_checkpoints(changes: Collection[Change]) -> list[Change]:
-    """Return the changes for a run without checkpoints, where refused changes are harmless (except to its folder)."""
+    """Relax changes for a run without checkpoints: refused ones become harmless, except those to its folder."""
     return [
         replace(change, term=HARMLESS) if change.term.rule is Rule.REFUSED and change.key not in OWN_FOLDER else change
         for change in changes
@@ -231,7 +231,7 @@ def refuse(changes: Collection[Change]) -> None:
 def require(changes: Collection[Change], accepted: Collection[str], command: str = "") -> None:
     """Raise Precondition for a refused change, or a difference that the user has not accepted.
 
-    `command` is the typed command, for the hint.
+    `command` is the command as typed, for the hint.
     """
     refuse(changes)
     asked = [change for change in changes if change.term.rule is Rule.ACCEPT and change.key not in accepted]

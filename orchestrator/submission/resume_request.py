@@ -58,8 +58,8 @@ _FIXED_BY_CODE = select_kinds(lambda traits: traits.fixed_by_code)
 def keeps_nothing(store: Store, run: Run, config: Mapping[str, Any]) -> bool:
     """Return whether the run would start over at step 0; `config` is its resolved config.
 
-    It would if it has no checkpoint, did not start from one, and skips no batches (skips depend on the position in the
-    data). A user's command, or a tier elsewhere, may have saved data that orch cannot see.
+    It starts over if it has no checkpoint, did not start from one, and skips no batches (skips depend on the position
+    in the data). A user's command, or a tier elsewhere, may have saved data that orch cannot see.
     """
     if config.get("command") or store.checkpoints(run.name) or run.identity.get("imported"):
         return False
@@ -181,7 +181,7 @@ def _read_data_identity(path: str) -> dict[str, Any]:
 
 
 def _unless_only_moved(changes: list[Change], run: Run, identity: dict[str, Any]) -> list[Change]:
-    """Mark a new data path as harmless if it has the same tokens."""
+    """Mark a new data path as harmless if the tokens there are the same."""
     before, now = run.identity.get("data") or {}, identity.get("data") or {}
     if not before.get("fingerprint") or before["fingerprint"] != now.get("fingerprint"):
         return changes
@@ -206,9 +206,9 @@ def _check_tiers(before: RunConfig, now: RunConfig, folder: RunDir) -> None:
 
 
 def _check_job(run: Run, config: RunConfig) -> None:
-    """Raise ConfigError, or SubmitRejected with Slurm's message, for a job that the next attempt could not get.
+    """Raise ConfigError if the job's script cannot be written, or SubmitRejected with Slurm's message if it refuses.
 
-    Check nothing if the run's own scheduler is not reachable from here.
+    Slurm is not asked if the run's own scheduler cannot be reached from here.
     """
     if FACTORIES[run.cluster].script is not None:
         check_script(config, run.cluster)
@@ -219,7 +219,7 @@ def _check_job(run: Run, config: RunConfig) -> None:
 
 
 def _client_here(run: Run) -> dict[str, Any]:
-    """Return this shell's Slurm client settings if they reach the run's Slurm (it may have moved since)."""
+    """Return this shell's Slurm client settings if they reach the run's Slurm, which may have moved."""
     reached = make_instance(run.cluster)() if FACTORIES[run.cluster].named_by_environment else ""
     return client(run.cluster) if reached and run.scheduler in ("", reached) else {}
 
@@ -275,11 +275,11 @@ def _require_more_steps(run: Run, config: RunConfig, changes: Collection[Change]
         more = f"`orch resume {run.name} {words}` continues from there"
         hint = f"`orch show {run.name}` shows how its program ended" if config.command else more
         asked = any(change.key == "train.steps" for change in changes)
-        fewer = f" all {run.total_steps} steps, and train.steps={config.train.steps} is not more" if asked else ""
+        fewer = f" all {run.total_steps} steps, and train.steps={config.train.steps} is not higher" if asked else ""
         raise Precondition(f"{run.name} is SUCCEEDED: it has finished{fewer}", where=run.reason, hint=hint)
     if any(change.key == "train.steps" for change in changes):
         raise Precondition(
-            f"train.steps={config.train.steps}: the run has already trained more",
+            f"train.steps={config.train.steps}: the run has already trained that many",
             where=f"{run.name} is at step {run.step}",
             hint=f"train.steps={run.step + 1} or more, or orch submit --from {run.name}@STEP",
         )

@@ -22,7 +22,7 @@ from trainer.protocol.user_code.installed_packages import find_site_folders, rea
 from trainer.protocol.user_code.record_code import record_named
 
 DIFF_LIMIT = 256 * 1024
-"""Maximum bytes of an uncommitted diff that are kept. The digest covers the whole diff."""
+"""Maximum size, in bytes, of an uncommitted diff that is kept. The digest covers the whole diff."""
 ANSWER_WITHIN = 10.0
 _REPOSITORY_VARIABLES = frozenset(
     {
@@ -119,7 +119,10 @@ def _files(place: Path) -> list[Path]:
 
 
 def environment(kind: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return interpreter, packages, Slurm, driver and selected variables; torch is not imported for its version."""
+    """Return the interpreter, packages, driver, selected variables, and the versions of Slurm and torch.
+
+    Torch is not imported to get its version.
+    """
     return {
         "python": platform.python_version(),
         "executable": sys.executable,

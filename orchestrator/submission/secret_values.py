@@ -95,9 +95,9 @@ def with_webhook(data: dict[str, Any], folder: RunDir) -> dict[str, Any]:
 def renew(
     folder: RunDir, config: RunConfig, environ: Mapping[str, str], webhooks: dict[str, str]
 ) -> tuple[RunSecrets | None, list[str]]:
-    """Return the new content of a continued run's secrets file (None if unchanged). This shell's values win.
+    """Return the new content of a continued run's secrets file (None if unchanged), and the variables that changed.
 
-    The second item lists the variables whose values changed. Raises ConfigError for a variable that is neither in the
+    This shell's values replace those in the file. Raises ConfigError for a variable that is neither in the
     file nor in the shell, and Precondition for a file that cannot be read.
     """
     _from_file(config)

@@ -118,9 +118,10 @@ Finish = Callable[[Note, Note], CodeRecord | None]
 def inspecting(config: RunConfig, kind: str, environ: Mapping[str, str]) -> Iterator[Finish]:
     """Import the workload in a child process, which ends with this block.
 
-    The yielded function waits for it. It takes callbacks for a long wait and for warnings, and returns the imported
-    code, or None if unknown; it raises ConfigError for a setting that would fail the job. Nothing is imported if jobs
-    use another interpreter. The built-in model is imported only if the configuration names its classes.
+    The yielded function waits for the import. It takes callbacks for a long wait and for warnings, and returns the
+    imported code, or None if unknown. It raises ConfigError for a setting that would make the job fail. Nothing is
+    imported if jobs use another interpreter. The built-in model is imported only if the configuration names its
+    classes.
     """
     wrap = config.parallel.fsdp.wrap
     plain = config.trains_built_in_workload and (wrap == "auto" or wrap.isdecimal())
@@ -133,7 +134,7 @@ def inspecting(config: RunConfig, kind: str, environ: Mapping[str, str]) -> Iter
 
 
 def job_environment(config: RunConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables of the job's processes that are known here."""
+    """Return those environment variables of the job's processes that are known here."""
     submitter = Submitter.from_environ(environ)
     path = {"PYTHONPATH": submitter.package_root} if submitter.package_root else {}
     made = {**submitter.environ(environ), **path, "OMP_NUM_THREADS": "1", **config.env}
@@ -158,7 +159,7 @@ def _judge(answer: ChildAnswer, config: RunConfig, kind: str, warn: Note) -> Cod
             raise ConfigError(failed, where="imported with the variables that a job has", hint=_HINT)
         warn(f"{failed}; the job imports it again, and fails if the error occurs there too")
     elif answer.died:
-        warn(f"importing {target} ended its process: {answer.died}; the job imports it again")
+        warn(f"importing {target} ended the process: {answer.died}; the job imports it again")
     elif not answer.ended:
         warn(f"importing {target} takes longer than {IMPORT_WITHIN:.0f} s here, so submit did not wait for it")
     return CodeRecord.from_json(answer.found.get("code"))
@@ -196,9 +197,9 @@ def near_methods(config: RunConfig) -> list[str]:
 
 
 def missing_method(kind: ast.ClassDef, tree: ast.Module) -> tuple[str, str] | None:
-    """Return a required method that the class lacks, and a misspelling of it, if any, or None if the class may work.
+    """Return a required method that the class lacks, with any misspelling of it, or None if the class may work.
 
-    Check only a class derived from BaseWorkload alone.
+    Only a class that derives from BaseWorkload alone is checked.
     """
     ours = {
         alias.asname or alias.name
@@ -231,7 +232,7 @@ def _slips(kind: ast.ClassDef, tree: ast.Module) -> list[tuple[str, str, int]]:
 
 
 def _used_names(tree: ast.Module) -> set[str]:
-    """Return every attribute, name and string in a file; its code may call a method by any of them."""
+    """Return every attribute, name and string in a file; code may call a method by any of them."""
     fields: dict[type[ast.AST], str] = {ast.Attribute: "attr", ast.Name: "id", ast.Constant: "value"}
     return {str(getattr(node, fields[type(node)])) for node in ast.walk(tree) if type(node) in fields}
 
@@ -282,7 +283,7 @@ def _find_name_clash(folder: Path) -> Path | None:
 
 
 def _check_import_path(config: RunConfig) -> None:
-    """Refuse a PYTHONPATH with which other packages would shadow orch's own in the job."""
+    """Refuse a PYTHONPATH that would let other packages shadow orch's own in the job."""
     key = "env" if _IMPORT_PATH in config.env else "env_from"
     value = config.env.get(_IMPORT_PATH, os.environ.get(_IMPORT_PATH, "") if _IMPORT_PATH in config.env_from else "")
     for folder in filter(None, value.split(os.pathsep)):
@@ -313,7 +314,7 @@ def _check_target(target: str, folders: list[Path]) -> None:
 
 
 def _refuse_shadowed(target: str, top: str, folders: list[Path]) -> None:
-    """Refuse a module shadowed by a standard or installed one: jobs search `workload.path` last."""
+    """Refuse a module shadowed by a standard-library or installed one, since jobs search `workload.path` last."""
     if (shadowed := shadowing_file(top, folders, ImportSearch(last=folders))) is not None:
         own, first = shadowed
         raise ConfigError(
@@ -346,7 +347,7 @@ def _near_module(module: str, places: list[Path]) -> str:
 
 
 def _find_file(module: str, places: list[str] | None) -> Path | None:
-    """Return a module's file, found without importing it in these folders, or by default in Python's own."""
+    """Return a module's file without importing it, searching these folders or, by default, Python's own."""
     invalidate_caches()
     spec: ModuleSpec | None = None
     for name in module.split("."):
@@ -357,7 +358,7 @@ def _find_file(module: str, places: list[str] | None) -> Path | None:
 
 
 def _check_class(target: str, name: str, file: Path) -> None:
-    """Check the syntax, and that the top level defines the class, before the job fails on 512 nodes."""
+    """Check the syntax, and that the top level defines the class, so that the job does not fail on 512 nodes."""
     try:
         tree = ast.parse(file.read_text())
     except (SyntaxError, ValueError) as error:

@@ -34,19 +34,19 @@ from trainer.protocol.user_code.code_record import CodeRecord
 from trainer.protocol.user_code.record_code import with_packages
 
 _STAGING = ".imports"
-"""Folder below `cluster.root` for a checkpoint whose run has no folder yet; the user's id is added to this name."""
+"""Folder under `cluster.root` for a checkpoint whose run has no folder yet. The user's id is appended to the name."""
 _SHOWN = 12
-"""Maximum number of listed mismatches."""
+"""Maximum number of mismatches to list."""
 
 
 @contextmanager
 def branch(
     screen: Screen, words: str, preset: str | None, overrides: tuple[str, ...]
 ) -> Iterator[tuple[Composed, dict[str, Any]]]:
-    """Yield the config of the new run (without `preset`, the other run's), and its initial checkpoint.
+    """Yield the new run's config (based on the other run's if there is no `preset`) and its initial checkpoint.
 
-    The checkpoint is pinned within the block, because the other run may be live and delete old checkpoints.
-    Raises NotFound, ConfigError, CheckpointInvalid, and Precondition if the checkpoint does not fit.
+    The checkpoint is pinned inside the block, because the other run may still be live and delete old checkpoints.
+    Raises NotFound, ConfigError or CheckpointInvalid, and Precondition if the checkpoint does not fit.
     """
     chosen = find_one(words, screen.warn)
     with kept_while_read(chosen):
@@ -61,7 +61,7 @@ def _branch(
     before = trained_config(chosen, words)
     run = require_trusted(screen, store, chosen)
     composed = compose(preset, overrides, environ=os.environ) if preset else recompose(before, overrides)
-    if not preset and before["workload"]["snapshot"]:  # the new run copies the code again, and imports it first
+    if not preset and before["workload"]["snapshot"]:  # the new run imports this code, then copies it again
         workload = replace(composed.config.workload, path=tuple(composed.data["workload"]["path"]))
         composed = replace(composed, config=replace(composed.config, workload=workload))
     if run is not None:
@@ -73,40 +73,40 @@ def _branch(
     for change in config_changes(before, now):
         if change.term.rule is Rule.REFUSED and change.key not in OWN_FOLDER:
             raise Precondition(
-                f"{change.key} cannot differ from the checkpoint's run: {change.term.why.partition(';')[0]}",
+                f"{change.key} must match the checkpoint's run: {change.term.why.partition(';')[0]}",
                 where=f"{change.key}: {change.before} -> {change.now}",
                 hint=f"keep the old value, or start without --from {words}",
             )
     step, steps = chosen.step or 0, composed.config.train.steps
     if steps <= step:
-        what = f"nothing is left to train: the checkpoint is of step {step}, and train.steps={steps}"
-        raise Precondition(what, where="train.steps", hint=f"type train.steps={2 * step}")
+        what = f"nothing is left to train: the checkpoint is at step {step}, and train.steps={steps}"
+        raise Precondition(what, where="train.steps", hint=f"set train.steps={2 * step}")
     source = f"{chosen.run or chosen.path}@{chosen.step}"
     begins = {"checkpoint": chosen.path, "source": source, "step": chosen.step, "optimizer": True}
-    # Settings that determine the data positions cannot differ here: such changes were refused above.
+    # Settings that determine data positions are unchanged here: changes to them were refused above.
     skipped = _skipped_by_source(chosen)
     return composed, {**begins, "skipped": skipped} if skipped else begins
 
 
 def _skipped_by_source(chosen: Target) -> list[dict[str, Any]]:
-    """Return the batches that the checkpoint's run has skipped. Raises Precondition if they cannot be read."""
+    """Return the batches that the checkpoint's run has skipped. Raises Precondition if their list cannot be read."""
     assert chosen.run_dir is not None
     try:
         return [asdict(skip) for skip in skipped_batches.read_all(chosen.run_dir)]
     except (OSError, ValueError) as error:
         raise Precondition(
-            f"the batches that its run has skipped cannot be read: {error}",
+            f"the list of batches that the checkpoint's run has skipped cannot be read: {error}",
             where=str(chosen.run_dir.path),
             hint="restore the file, or remove it to train on all batches",
         ) from error
 
 
 def trained_config(chosen: Target, words: str) -> dict[str, Any]:
-    """Return the config with which the checkpoint was saved. Its code path is the copy of the code, if there is one."""
+    """Return the config the checkpoint was saved with. Its code path points to the code's copy, if there is one."""
     file = chosen.run_config_file
     if chosen.run_dir is None or file is None or not chosen.shared or not Path(chosen.path).is_dir():
         hint = "copy it into a shared folder, or use `orch ckpt export`, then `orch ckpt import`"
-        raise Precondition("this checkpoint is not in a run's folder that is visible here", where=words, hint=hint)
+        raise Precondition("this checkpoint is not in a run folder that this host can see", where=words, hint=hint)
     config = with_webhook(recompose(_saved_config(chosen, file), []).data, chosen.run_dir)
     workload = config["workload"]
     if workload["snapshot"]:
@@ -115,13 +115,13 @@ def trained_config(chosen: Target, words: str) -> dict[str, Any]:
 
 
 def _saved_config(chosen: Target, file: Path) -> dict[str, Any]:
-    """Read the config from the run's folder; from the registry if the file is missing or damaged."""
+    """Read the config from the run's folder, or from the registry if the file is missing or damaged."""
     try:
         return dict(read_json(file))
     except (OSError, ValueError, TypeError) as error:
         lost = Precondition(
             f"the configuration that {chosen.name} was saved with cannot be read: {error}", where=str(file),
-            hint="restore the file; the registry of this home does not have that configuration",
+            hint="restore the file; this home's registry does not have that configuration",
         )  # fmt: skip
         parts = parse_name(chosen.name)
         if chosen.run is None or parts is None:
@@ -134,7 +134,7 @@ def _saved_config(chosen: Target, file: Path) -> dict[str, Any]:
 
 
 def require_trusted(screen: Screen, store: Store, chosen: Target) -> Run | None:
-    """Refuse a damaged checkpoint and warn about a suspect one; return its run if this registry has it."""
+    """Refuse a damaged checkpoint and warn about a suspect one. Return its run if this registry has it."""
     if chosen.run_dir is None:
         return None
     place = LocalStorage(Path(chosen.path).parent)
@@ -165,10 +165,10 @@ def _warn_of_differences(screen: Screen, store: Store, run: Run, config: RunConf
 def branch_weights(
     screen: Screen, words: str, preset: str | None, overrides: tuple[str, ...], *, write: bool
 ) -> Iterator[tuple[Composed, dict[str, Any]]]:
-    """Yield the new run's config and initial weights; with `write`, their checkpoint exists within the block.
+    """Yield the new run's config and initial weights. With `write`, a checkpoint of them exists inside the block.
 
-    The model must fit. The optimizer, the data position and the random generators are new. Raises NotFound,
-    ConfigError, CheckpointInvalid, Precondition.
+    The weights must fit the model. The optimizer, data position and random generators start afresh. Raises NotFound,
+    ConfigError, CheckpointInvalid or Precondition.
     """
     chosen = find_one(words, screen.warn)
     if preset:
@@ -191,7 +191,7 @@ def branch_weights(
 
 @contextmanager
 def _weights(chosen: Target) -> Iterator[Any]:
-    from checkpointing.engine.interchange.exporter import open_for_export  # torch
+    from checkpointing.engine.interchange.exporter import open_for_export  # imports torch
     from trainer.models.checkpoint_export import weights_source
 
     with kept_while_read(chosen), open_for_export(chosen.storage, chosen.name) as sealed:
@@ -200,7 +200,7 @@ def _weights(chosen: Target) -> Iterator[Any]:
 
 @contextmanager
 def staging_folder(cluster: ClusterConfig) -> Iterator[Path]:
-    """Yield a folder for the new checkpoint, until it moves into its run's folder."""
+    """Yield a temporary folder for the new checkpoint, which later moves into its run's folder."""
     place = writable_root(cluster.root, shared=cluster.shared_root) / f"{_STAGING}-{os.geteuid()}"
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_private(place)
@@ -212,10 +212,10 @@ def bring(
     screen: Screen, config: Any, staging: Path | None, *,
     source: Callable[[], AbstractContextManager[Any]], where: str, weights_only: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Check that the weights of `source` fit the workload of `config`, and write the checkpoint to `staging`, if given.
+    """Check that the weights from `source` fit `config`'s workload, and write the checkpoint to `staging`, if given.
 
-    Returns a summary. Raises ConfigError if they do not fit or the user's code fails, CheckpointInvalid if they cannot
-    be read.
+    Returns a summary. Raises ConfigError if the weights do not fit or the user's code fails, and CheckpointInvalid if
+    they cannot be read.
     """
     verify.prepare()
     from trainer.models import weights_import
@@ -246,14 +246,14 @@ def _does_not_fit(where: str, complaints: list[tuple[str, str]]) -> ConfigError:
     lines = [what for what, _ in complaints[:_SHOWN]]
     lines += [f"and {len(complaints) - _SHOWN} more"] if len(complaints) > _SHOWN else []
     changes = " ".join(overrides(complaints))
-    hint = f"add {changes}" if changes else "choose a configuration for the given model"
+    hint = f"add {changes}" if changes else "choose a configuration that matches the model"
     return ConfigError("the weights do not fit: " + "; ".join(lines), where=where, hint=hint)
 
 
 def _write_imported(screen: Screen, staging: Path, step: int, tensors: dict[str, Any], extra: dict[str, Any]) -> str:
     from checkpointing.engine.interchange.importer import write_checkpoint
 
-    # Attempt 0 precedes every attempt that trains, so the first one inherits its checkpoint.
+    # Attempt 0 precedes every attempt that trains, so the first of those inherits this checkpoint.
     name = Name(step=step, attempt=0, nonce=token_hex(4))
     world = {"ranks": 1, "imported": True}
     with screen.bar("importing") as meter:

@@ -28,11 +28,11 @@ from orchestrator.run_view import find_run, repeat_test_command
 from orchestrator.states import LIVE_ATTEMPTS, LIVE_RUNS, RunState, may_move
 from trainer.protocol.config_sections.scheduler_kinds import traits
 
-NO_CONTROLLER = click.option("--no-controller", is_flag=True, help="Start no controller; act once from here.")
+NO_CONTROLLER = click.option("--no-controller", is_flag=True, help="Do not start a controller; act once from here.")
 ANSWER_TIMEOUT = 30.0
 """Seconds to wait for the controller's answer before the command shows how to check later."""
 QUIET = 2.0
-"""Seconds of waiting before the command shows a message."""
+"""Seconds to wait before the command shows a message."""
 
 
 @click.command(cls=Verb)
@@ -42,9 +42,9 @@ QUIET = 2.0
 def cancel(screen: Screen, runs: tuple[str, ...], no_controller: bool) -> int:
     """Save a checkpoint, then stop the runs (`orch resume` continues them).
 
-    RUN is a whole name, or @last. The command starts a controller if none is alive, and waits up to 30 seconds for
-    the answer. The exit code is 4 if the run has succeeded, or if it belongs to another cluster without a live
-    controller, which gets the request later; 5 if Slurm does not answer, and the request stands.
+    RUN is a full name, or @last. The command starts a controller if none is alive, and waits up to 30 seconds for
+    the answer. The exit code is 4 if the run has succeeded, or if it belongs to another cluster that has no live
+    controller (the next controller there gets the request). It is 5 if Slurm does not answer; the request stands.
     """
     return _request_each(screen, "cancel", runs, RunState.CANCELLED, no_controller)
 
@@ -54,31 +54,31 @@ def cancel(screen: Screen, runs: tuple[str, ...], no_controller: bool) -> int:
 @NO_CONTROLLER
 @click.option(
     "--here", is_flag=True,
-    help="Move a run of another cluster to the one that this host reaches, if none of its jobs may be alive.",
+    help="Move a run from another cluster to the one this host can reach, if none of its jobs can still be alive.",
 )  # fmt: skip
 @click.option(
-    "--accept", multiple=True, metavar="KEY", help="Accept this difference from the run (code.user); repeatable."
+    "--accept", multiple=True, metavar="KEY", help="Accept a difference from the run, such as code.user; repeatable."
 )
 @click.pass_obj
 def resume(screen: Screen, words: tuple[str, ...], no_controller: bool, here: bool, accept: tuple[str, ...]) -> int:
     """Continue a run that is held, failed or cancelled, from its newest good checkpoint, with a fresh budget.
 
-    RUN is a whole name, or @last. KEY=VALUE changes its configuration from the next attempt on: learning rate,
-    nodes, layout, partition. More `train.steps` continue a run that has succeeded. Without a checkpoint the run
-    begins at step 0, and all but its name, root, kind of cluster and `workload.snapshot` may change. A live run
-    only gets a controller.
+    RUN is a full name, or @last. KEY=VALUE changes its configuration from the next attempt on: learning rate,
+    nodes, layout, partition. A run that has succeeded continues if you raise `train.steps`. Without a checkpoint
+    the run begins at step 0, and everything but its name, root, kind of cluster and `workload.snapshot` may change.
+    For a live run, the command only starts a controller if none is alive.
 
-    If code, packages or data differ from the run's, confirm that with --accept KEY (docs/configuration.md lists
-    them). Code that was fixed after its own failure needs no --accept. Variables of `env_from` in this shell
-    replace the run's; changed ones are named. The exit code is 4 if the run's folder is gone, or if another
-    registry has continued the run (`orch db rebuild -h`).
+    If code, packages or data differ from the run's, accept each difference with --accept KEY (docs/configuration.md
+    lists the keys). Code that was fixed after it failed needs no --accept. Variables of `env_from` that are set in
+    this shell replace the run's, and the command names those that changed. The exit code is 4 if the run's folder
+    is gone, or if another registry has continued the run (`orch db rebuild -h`).
     """
     overrides = tuple(word for word in words if "=" in word or word.startswith(("~", "+")))
     runs = tuple(word for word in words if word not in overrides)
     if not runs:
         raise ConfigError("no run is named", where=" ".join(words), hint="orch resume RUN KEY=VALUE")
     if overrides:
-        from orchestrator.config.layers import from_overrides  # yaml: only where a configuration changes
+        from orchestrator.config.layers import from_overrides  # imports yaml, needed only to change a configuration
 
         from_overrides(overrides)  # refuses invalid overrides before anything is requested
     for run in runs:
@@ -99,7 +99,7 @@ class ResumeOptions:
 
 @dataclass(kw_only=True)
 class PendingRequest:
-    """A user's request about a run or a node; `id` is None if the controller need not answer."""
+    """A user's request about a run or a node. `id` is None if no answer from the controller is needed."""
 
     run: str
     kind: str
@@ -111,7 +111,7 @@ class PendingRequest:
 
     @property
     def needs_controller(self) -> bool:
-        """Whether a controller must act here, on the request or for a live run without a controller."""
+        """Whether a controller must act here, either on the request or because a live run has no controller."""
         is_orphan = self.state in LIVE_RUNS and not self.where.lives
         return self.where.reached and (self.id is not None or is_orphan)
 
@@ -119,7 +119,7 @@ class PendingRequest:
 def serve_requests(screen: Screen, store: Any, requests: list[PendingRequest], *, no_controller: bool) -> bool:
     """Let controllers act on recorded requests, and wait for the answers.
 
-    Returns whether a request waits for a scheduler that does not answer, after a warning for each such scheduler.
+    Warns about each scheduler that does not answer, and returns whether any request is waiting for one.
     """
     kinds = sorted({each.kind for each in requests if each.needs_controller})
     silent = {kind: wake_controller(screen, kind, no_controller=no_controller) for kind in kinds}
@@ -167,7 +167,7 @@ def _interrupt_message(verb: str, requests: list[PendingRequest]) -> str:
     if not recorded:
         return "interrupted: nothing was requested"
     lives = controller_state(recorded[0].where.scheduler).alive
-    acts = "the controller acts on it" if lives else f"no controller runs that acts on it; {START}"
+    acts = "the controller will act on it" if lives else f"no controller is running to act on it; {START}"
     looks = "".join(f"\n  orch status {item.run}" for item in recorded)
     return (
         f"interrupted: the request to {verb} {', '.join(item.run for item in recorded)} is recorded, and {acts}{looks}"
@@ -188,8 +188,8 @@ def _request(
     moves = here and key not in ("", run.scheduler)
     item = PendingRequest(run=run.name, state=run.state, kind=run.cluster, where=where)
     if moves and run.scheduler and _may_have_job(attempts):
-        what = f"{run.name} may have a live job on {run.scheduler}, and a controller here has not found it"
-        hint = f"let it end, or type `orch cancel {run.name}` there"
+        what = f"{run.name} may have a live job on {run.scheduler}, which no controller here has found"
+        hint = f"let the job end, or run `orch cancel {run.name}` there"
         raise Precondition(what, where=run.reason, hint=hint)
     if verb == "cancel" and run.state is RunState.CANCELLED:
         return replace(item, answer="was cancelled already")
@@ -203,7 +203,7 @@ def _request(
         raise Precondition(what, where=run.reason, hint=f"`orch show {run.name}` shows what happened")
     changed: dict[str, Any] = {}
     if change is not None:
-        from orchestrator.submission.resume_request import resume_request  # omegaconf: only here
+        from orchestrator.submission.resume_request import resume_request  # imports omegaconf, needed only here
 
         changed = resume_request(store, run, change.overrides, change.accepted, change.note)
     request_id = store.add_user_request(run.name, verb, ({"here": key} if key else {}) | changed, now=time.time())
@@ -211,23 +211,26 @@ def _request(
 
 
 def _check_request(verb: str, name: str, run: Run) -> None:
-    """Raise NotFound for a partial name, Precondition for a resume of a restore test or of a run being removed."""
+    """Raise NotFound for a partial name, or Precondition for resuming a restore test or a run that is being removed."""
     if name not in (run.name, "@last"):
-        raise NotFound(f"no run {name}", hint=f"{verb} needs the full name, to avoid the wrong run: {run.name}?")
+        raise NotFound(f"no run {name}", hint=f"{verb} needs the full name, to avoid the wrong run; is it {run.name}?")
     if verb == "resume" and (order := run.identity.get("restore_test")) is not None:
         what = f"{run.name} is a restore test: it runs once and cannot be resumed"
         where = f"it restores {order['run']}@{order['step']}"
         raise Precondition(what, where=where, hint=repeat_test_command(order))
     if verb == "resume" and run.removal:
-        hint = f"`orch rm {run.name} -y` finishes that"
+        hint = f"`orch rm {run.name} -y` finishes the removal"
         raise Precondition(f"{run.name} is being removed", where=run.run_dir, hint=hint)
 
 
 def _require_cluster(verb: str, run: Run, key: str, attempts: list[Attempt]) -> None:
-    """Raise SlurmUnreachable or Precondition for a stopped run whose cluster is unknown and has no controller."""
+    """For a stopped run whose cluster is unknown, check that this host's cluster may be used.
+
+    Raises SlurmUnreachable if Slurm does not answer here, and Precondition if a cancel might miss a live job.
+    """
     unknown = f"it is not known which cluster has the jobs of {run.name}"
     if not key:
-        hint = "in a shell where `sinfo` answers, run the same command again; nothing was requested"
+        hint = "run the same command again in a shell where `sinfo` answers; nothing was requested"
         raise SlurmUnreachable(f"{run.cluster} does not answer, and {unknown}", where=run.reason, hint=hint)
     if verb == "cancel" and may_move(run.state, RunState.CANCELLED) and _may_have_job(attempts):
         hint = f"if it is this one ({key}): `orch resume {run.name} --here`, then `orch cancel {run.name}`"
@@ -248,7 +251,7 @@ def _require_folder(run: Run, attempts: list[Attempt], registry: Path) -> None:
     folder = existing_folder(run.name, run.run_dir)
     if not never_submitted(attempts) and (why := check_run_folder(run, attempts[0])):
         alternative = f"or begin a new run: `orch submit --from {folder.checkpoints}/STEP`"
-        what = f"{why}; nothing shows that the folder there is that of {run.name}"
+        what = f"{why}; nothing shows that the folder there belongs to {run.name}"
         raise Precondition(what, where=str(folder.path), hint=f"{PUT_BACK}; {alternative}")
     refuse_other_registry(run, attempts, registry)
 
@@ -261,7 +264,7 @@ def _refuse_live(store: Any, run: Run, change: ResumeOptions | None) -> None:
         hint = f"`orch wait {run.name}` returns when it has stopped; then run this again"
         raise Precondition(f"{run.name} is being cancelled", where=run.reason, hint=hint)
     if change is not None and change.overrides:
-        what = f"{run.name} is {run.state}: its configuration changes only while no job of it lives"
+        what = f"{run.name} is {run.state}: its configuration can change only while it has no live job"
         hint = f"`orch cancel {run.name}` stops it; then run this again"
         raise Precondition(what, where=" ".join(change.overrides), hint=hint)
 
@@ -275,7 +278,7 @@ def _may_have_job(attempts: list[Attempt]) -> bool:
 def _key_here(kind: str, *, must: bool) -> str:
     """Return the key of the scheduler that this host reaches.
 
-    If the scheduler does not answer, return "", or raise SlurmUnreachable if `must`.
+    If the scheduler does not answer, raise SlurmUnreachable if `must`; otherwise return "".
     """
     from orchestrator.scheduler.available_schedulers import make_instance
 
@@ -290,9 +293,9 @@ def _key_here(kind: str, *, must: bool) -> str:
 
 
 def await_answers(screen: Screen, store: Any, requests: list[PendingRequest], no_controller: bool) -> None:
-    """Fill in the controller's answers and the runs' states; return without them after ANSWER_TIMEOUT.
+    """Fill in the controller's answers and the runs' states. Return without them after ANSWER_TIMEOUT.
 
-    After QUIET seconds it shows what it waits for.
+    After QUIET seconds, show what the command is waiting for.
     """
     began = time.monotonic()
     with screen.ticker() as ticker:

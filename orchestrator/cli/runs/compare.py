@@ -26,15 +26,15 @@ from orchestrator.states import LIVE_RUNS
 from trainer.protocol.run_dir import RunDir
 
 BARS = "▁▂▃▄▅▆▇█"
-"""Characters from the lowest to the highest loss; `streams` replaces them in encodings that lack them."""
+"""Bar characters from the lowest to the highest loss; `streams` replaces them in encodings that lack them."""
 NOT_FINITE = "x"
 _OUTLIERS = 0.02
-"""Share of losses, the highest ones, that the scale excludes."""
+"""Share of the losses that the scale excludes, starting with the highest."""
 POINTS = 10
 WIDE, NARROW = 60, 24
-"""Width of a curve in characters on wide and on narrow terminals."""
+"""Width of a curve, in characters, on wide and narrow terminals."""
 BESIDE = 74
-"""Width of the run table's other columns."""
+"""Total width of the run table's other columns."""
 SOFTWARE = ("code.orch", "code.user", "env.python", "env.torch", "env.driver", "data.fingerprint")
 """Identity fields that may differ between runs with the same configuration."""
 COMPARE_JSON = """
@@ -56,7 +56,7 @@ class LossCurve:
 
 
 def read_curve(run_dir: Path) -> LossCurve:
-    """Read the metrics of a run's attempts; empty if it has not trained or its folder is not visible."""
+    """Read the metrics of a run's attempts. The curve is empty if it has not trained or its folder is not visible."""
     attempts = RunDir(run_dir).all_attempts()
     speeds: list[StepLine] = []
     losses: dict[int, float] = {}
@@ -87,7 +87,7 @@ def _computed_part(line: StepLine) -> str:
 
 
 def common_steps(curves: Sequence[LossCurve], most: int) -> list[int]:
-    """Return at most `most` steps that all curves have, evenly spaced, including the last one."""
+    """Return at most `most` evenly spaced steps that all curves share, including the last one."""
     shared = sorted(set.intersection(*(set(curve.losses) for curve in curves))) if curves else []
     if len(shared) <= most:
         return shared
@@ -136,7 +136,7 @@ def _bar(losses: Sequence[float], scale: Scale) -> str:
 
 LOSS, GRADIENT_NORM = "loss", "gradient norm"
 _METRIC, _VALIDATION = "metric ", "validation "
-"""Prefixes for the names of the workload's numbers. The second sorts after the first."""
+"""Prefixes for the names of the workload's numbers. `_VALIDATION` sorts after `_METRIC`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +154,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Equality:
-    """Numbers of shared steps and validations, compared quantities, and the first difference, if any."""
+    """Result of a comparison: counts of shared steps and validations, what was compared, the first difference."""
 
     steps: int
     validations: int
@@ -233,22 +233,22 @@ class Compared:
 @click.argument("runs", metavar="RUN...", nargs=-1)
 @click.option(
     "-t", "--tag", "tags", multiple=True, metavar="NAME",
-    help="Also runs with this tag (with all of several); repeatable.",
+    help="Also compare the runs with this tag; if repeated, only runs with all of the tags.",
 )  # fmt: skip
 @click.option(
     "--points", type=click.IntRange(1), metavar="N", default=POINTS, show_default=True,
-    help="Steps whose losses to list.",
+    help="Number of steps whose losses are listed.",
 )  # fmt: skip
 @click.pass_obj
 def compare(screen: Screen, runs: tuple[str, ...], tags: tuple[str, ...], points: int) -> None:
-    """Compare runs: whether they are equal, where they differ, speed, losses at the steps they share.
+    """Compare runs: whether they are equal, where they differ, their speeds, and their losses at shared steps.
 
-    It lists the keys of the configuration and the software that differ, and draws each loss in one line, all on the
-    same scale. RAN FOR is the time in which a run's jobs ran, TOTAL the time from its submission to its end.
+    It lists the configuration keys and the software that differ, and draws each run's losses on one line, all on the
+    same scale. RAN FOR is how long a run's jobs ran, TOTAL the time from its submission to its end.
 
-    `equal bit for bit` covers loss, gradient norm and `metrics` of all shared steps, and the numbers of `validate`.
-    Otherwise the first difference is printed with all its digits. NaN equals NaN. If a step was trained again, its
-    newest line counts. Losses in tables are rounded.
+    `equal bit for bit` covers the loss, gradient norm and `metrics` of all shared steps, and the results of
+    `validate`. Otherwise the first difference is printed with all its digits. NaN equals NaN. If a step was trained
+    again, its newest line counts. Losses in tables are rounded.
     """
     tags = check_tags(tags)
     warn_of_unknown_tags(screen, tags)
@@ -275,7 +275,7 @@ def compare(screen: Screen, runs: tuple[str, ...], tags: tuple[str, ...], points
 
 
 def _read(view: RunView) -> Compared:
-    from orchestrator.config.compose import flat  # yaml: only where configurations are read
+    from orchestrator.config.compose import flat  # imports yaml, needed only to read configurations
 
     with open_store(readonly=True) as store:
         run, attempts = store.run(view.run), store.attempts(view.run)
@@ -304,7 +304,7 @@ def _software(identity: Mapping[str, Any], key: str) -> Any:
 
 
 def _differences(values: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the values of all runs for each key in which they differ; None for a missing key."""
+    """Return all runs' values for each key whose values differ, with None where the key is missing."""
     keys = dict.fromkeys(key for one in values for key in one)
     rows = {key: [one.get(key) for one in values] for key in keys}
     differing = {key: row for key, row in rows.items() if len({dump_line(value) for value in row}) > 1}

@@ -1,4 +1,4 @@
-"""Changes to a run's code and configuration, and edits of files that have no effect."""
+"""Changes to a run's code and configuration, and file edits that have no effect."""
 
 import json
 import re
@@ -26,7 +26,7 @@ _DIGEST = re.compile(r"\b[0-9a-f]{32,64}\b")
 
 
 def describe_code(code: dict[str, Any], notices: Sequence[Notice]) -> str:
-    """Describe the code in an identity, with the digest of the files that trained last, or else of those submitted."""
+    """Describe an identity's code, with the digest of the files last used in training, or else of those submitted."""
     ours = code.get("orch")
     words = [f"orch {ours.get('version')} {short_digests(ours.get('sha256'))}"] if isinstance(ours, dict) else []
     words += map(describe_place, code.get("user") or [])
@@ -42,21 +42,21 @@ def describe_code(code: dict[str, Any], notices: Sequence[Notice]) -> str:
 def describe_place(place: Mapping[str, Any]) -> str:
     """Describe a folder of the user's code: its path, its commit, and a digest of uncommitted changes."""
     commit = f" {short_digests(place['git'])}" if place.get("git") else ""
-    unknown = f" (changes not known: {place['dirty_reason']})" if place.get("dirty_reason") else ""
+    unknown = f" (changes unknown: {place['dirty_reason']})" if place.get("dirty_reason") else ""
     changes = f" with changes {str(place.get('diff_sha256') or '')[:8]}".rstrip() if place.get("dirty") else unknown
     return f"{place.get('path')}{commit}{changes}"
 
 
 def short_digests(value: Any) -> str:
-    """Cut every digest in a text to twelve digits."""
+    """Shorten every digest in a text to twelve digits."""
     return _DIGEST.sub(lambda match: match[0][:12], str(value))
 
 
 def config_changes(store: "Store", run: Run, attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
     """Return each changed key and the first attempt with the change. The last attempt may not have begun yet."""
-    from orchestrator.config.compose import diff  # omegaconf: only where configurations are compared
+    from orchestrator.config.compose import diff  # imports omegaconf, needed only to compare configurations
 
-    # Attempts of an older orch have no config of their own.
+    # Attempts from an older orch have no config of their own.
     digests = [(attempt.number, attempt.base_digest or run.config_digest) for attempt in attempts]
     digests.append((len(attempts) + 1, run.config_digest))
     return [
@@ -68,7 +68,7 @@ def config_changes(store: "Store", run: Run, attempts: Sequence[Attempt]) -> lis
 
 
 def warn_of_edited_config(screen: Screen, view: RunView) -> None:
-    """Warn about edits in the run's config.json, which have no effect, and give the command to type."""
+    """Warn that edits to the run's config.json have no effect, and name the command to use instead."""
     place = RunDir(Path(view.run_dir))
     edited = call_in_time(lambda: _edited_config(place))
     if edited is None or _is_in_force(*edited, view.config_digest):
@@ -78,12 +78,12 @@ def warn_of_edited_config(screen: Screen, view: RunView) -> None:
         command = f"`orch submit --from {view.run} KEY=VALUE`"
     if view.is_live:
         command = f"`orch cancel {view.run}`, then {command}"
-    screen.warn("edited_config", f"{place.config} was edited: that changes nothing; type {command}")
+    screen.warn("edited_config", f"{place.config} was edited, which has no effect; use {command}")
 
 
 def _edited_config(place: RunDir) -> tuple[Any, str] | None:
-    """Return an edited config.json's content (None: not JSON) and submitted digest; None if it was not edited."""
-    from trainer.protocol.config import hash_config  # dataclasses of a whole job: only for commands that name a run
+    """Return an edited config.json's content (None if not JSON) and submitted digest, or None if it was not edited."""
+    from trainer.protocol.config import hash_config  # imports all job dataclasses, needed only if a run is named
 
     try:
         submitted = str(read_json(place.run)["config_digest"])
@@ -98,10 +98,10 @@ def _edited_config(place: RunDir) -> tuple[Any, str] | None:
 
 
 def _is_in_force(content: Any, submitted: str, current: str) -> bool:
-    """Return whether the current configuration has all edited values, after an `orch resume RUN KEY=VALUE`."""
+    """Return whether the current configuration already has all edited values, set by `orch resume RUN KEY=VALUE`."""
     if not isinstance(content, dict):
         return False
-    from orchestrator.config.compose import diff  # omegaconf: only where configurations are compared
+    from orchestrator.config.compose import diff  # imports omegaconf, needed only to compare configurations
 
     try:
         with open_store(readonly=True) as store:

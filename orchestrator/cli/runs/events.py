@@ -1,4 +1,4 @@
-"""`orch events`, `orch wait` and the display of a run until its end."""
+"""`orch events` and `orch wait`, and following a run until it ends."""
 
 import shutil
 import textwrap
@@ -25,44 +25,44 @@ from trainer.protocol.events import Event
 
 LOOK_EVERY = 0.5
 TICK_EVERY = 2.0
-"""Seconds between our own controller passes while no controller is alive."""
+"""Seconds between this command's own controller passes while no controller is alive."""
 _WAITING = frozenset({RunState.CREATED, RunState.QUEUED, RunState.RECOVERING})
 """States in which nothing trains. The run's reason explains why."""
 _TITLES = ("TIME", "ATT.GEN", "SOURCE", "KIND", "WHAT")
 EVENTS_JSON = """
-list of {time, attempt, generation, source, kind, text, data}, small events included; kind is that of the event, or
-transition, decision, request or answer; text is null if only data has the content
+list of {time, attempt, generation, source, kind, text, data}, including minor events; kind is the event's kind, or
+transition, decision, request or answer; text is null if the content is only in data
 """
 
 
 def wait_until_end(screen: Screen, run: str, *, timeout: float | None = None, follow: bool = False) -> RunView:
-    """Wait until the run has ended or is held. Raises WaitTimeout. Ctrl-C stops the watching, not the run."""
+    """Wait until the run has ended or is held. Raises WaitTimeout. Ctrl-C ends the wait, not the run."""
     with following(screen, run, follow=follow) as follower:
         return follower.until(lambda view: view.is_over, timeout)
 
 
 @contextmanager
 def following(screen: Screen, run: str, *, follow: bool = True) -> "Iterator[RunFollower]":
-    """Yield a follower of one run. Ctrl-C stops the watching, not the run, and prints the run's state."""
+    """Yield a follower of one run. Ctrl-C prints the run's state and stops following it; the run continues."""
     screen.if_interrupted = lambda: detach_message(run)
     with screen.ticker() as ticker:
         yield RunFollower(screen, ticker, run, follow)
 
 
 def detach_message(run: str) -> str:
-    """Return the message after Ctrl-C on a watched run: its state, and the commands to type."""
+    """Return the message shown after Ctrl-C on a watched run: its state, and the commands to use next."""
     view = find_run(run)
     if view.is_over:
         return f"interrupted: {run} is {view.state}\n  orch show {run}"
     commands = [f"orch status {run}", f"orch wait {run}", f"orch cancel {run}"]
     if controller_state(view.scheduler).alive:
         return "\n  ".join([f"detached: {run} continues ({view.state})", *commands])
-    what = f"detached: {run} is {view.state}, but no controller runs, so nothing is started or restarted from now on"
+    what = f"detached: {run} is {view.state}, but no controller is running, so nothing will be started or restarted"
     return "\n  ".join([what, "orch controller start", *commands])
 
 
 class RunFollower:
-    """Watcher of one run. If events are followed, `events` has every event so far."""
+    """Watches one run. If events are followed, `events` holds every event so far."""
 
     def __init__(self, screen: Screen, ticker: StatusLine, run: str, follow: bool) -> None:
         self._screen, self._ticker, self._run, self._follow = screen, ticker, run, follow
@@ -123,7 +123,7 @@ class RunFollower:
         locate_run(view.run, view.cluster, view.scheduler).require_answer()
         if not self._acts:
             self._acts = True
-            self._ticker.print_above(f"no controller runs: this command acts in its place until it ends; {START}")
+            self._ticker.print_above(f"no controller is running: this command does its work until it ends; {START}")
         # If the controller stalls, repeated passes watch its lease until it can be taken over.
         self._silent = act_as_controller(self._screen, view.cluster, self._silent, patience=0.0)
         self._next_tick = time.monotonic() + TICK_EVERY
@@ -132,7 +132,7 @@ class RunFollower:
 def progress_line(view: RunView, latest: dict[str, Any] | None) -> str:
     """Return `tiny-gpt-3  RUNNING  step 120/200 60%  loss 2.1130  81000 tokens/s  attempt 1 generation 2`.
 
-    Without a step line, which a user's own program does not write, the registry's data is used.
+    If there is no step line (a user's own program writes none), the registry's data is used.
     """
     if latest is None:
         step = f"  step {progress(view.step, view.total_steps)}" if view.step else ""
@@ -146,7 +146,7 @@ def progress_line(view: RunView, latest: dict[str, Any] | None) -> str:
     return f"{head}  loss {decimal(latest.get('loss'))}{rate}  {place}"
 
 
-@click.command(cls=Verb, json_data="the run's row of status")
+@click.command(cls=Verb, json_data="the run's row from status")
 @click.argument("run")
 @click.option("--timeout", type=Seconds(min=0), metavar="SECONDS", help="Give up after this time (60, 1m, 2h).")
 @click.option("--follow", is_flag=True, help="Print events and decisions as they happen.")
@@ -154,8 +154,8 @@ def progress_line(view: RunView, latest: dict[str, Any] | None) -> str:
 def wait(screen: Screen, run: str, timeout: float | None, follow: bool) -> int:
     """Wait until a run ends, and return its result as the exit code.
 
-    0 succeeded, 8 failed or held (with the reason and what to type), 10 cancelled, 124 timeout, 130 detached by
-    Ctrl-C. It prints why a job waits in the queue. If no controller is alive, this command does its work.
+    0 succeeded, 8 failed or held (with the reason and what to do), 10 cancelled, 124 timeout, 130 detached by
+    Ctrl-C. It prints why a job is waiting in the queue. If no controller is alive, this command does its work.
     """
     view = wait_until_end(screen, find_run(run).run, timeout=timeout, follow=follow)
     if screen.json:
@@ -164,7 +164,7 @@ def wait(screen: Screen, run: str, timeout: float | None, follow: bool) -> int:
 
 
 def report_end(screen: Screen, view: RunView) -> int:
-    """Print the result of an ended run, and return its exit code; with --json only return it."""
+    """Print the result of an ended run, and return its exit code. With --json, only return the exit code."""
     trouble = view.end_error
     if trouble and not screen.json:
         raise trouble
@@ -183,22 +183,23 @@ def end_follow(screen: Screen, view: RunView) -> int:
 @click.option("-f", "--follow", is_flag=True, help="Continue until the run ends.")
 @click.option(
     "--since", "start", metavar="TIME",
-    help="Only from then on: 90s, 10m, 2h, 1d, or an ISO time (local, unless it has a zone).",
+    help="Start at this time: 90s, 10m, 2h or 1d ago, or an ISO time (local unless it has a zone).",
 )  # fmt: skip
 @click.option(
     "-a", "--all", "all_", is_flag=True,
-    help="Print small events, too: agents that join, saves that begin, deleted checkpoints.",
+    help="Also print minor events: agents joining, saves starting, checkpoints being deleted.",
 )  # fmt: skip
 @click.pass_obj
 def events(screen: Screen, run: str, follow: bool, start: str | None, all_: bool) -> int:
     """Print the timeline of a run: every event, decision and change of state, over all attempts.
 
-    The second column is attempt and generation. A pipe also gets source and kind. `orch logs` has the output of the
-    ranks. The exit code with -f is 0, 8 if the run failed or is held, or 10 if it was cancelled.
+    The second column shows the attempt and generation. In a pipe, columns for source and kind are added. `orch logs`
+    shows the ranks' output. With -f, the exit code is 0, 8 if the run failed or is held, or 10 if it was cancelled.
     """
     if follow and screen.json:
         where = "command line: orch events"
-        raise ConfigError("-f never ends, but --json prints one object", where=where, hint="omit one of them")
+        what = "-f prints entries as they happen, but --json prints one object"
+        raise ConfigError(what, where=where, hint="omit one of them")
     after = parse_since(start, time.time()) if start is not None else 0.0
     view = find_run(run)
     if has_moved(view):
@@ -239,7 +240,7 @@ def _follow(screen: Screen, reader: Timeline, printer: "_Printer", run: str) -> 
 
 
 class _Printer:
-    """Printer of timeline entries: wrapped lines on a terminal, tab-separated values in a pipe."""
+    """Prints timeline entries: wrapped lines on a terminal, tab-separated values in a pipe."""
 
     def __init__(self, screen: Screen, all_: bool) -> None:
         self._screen, self._all = screen, all_

@@ -15,16 +15,16 @@ from trainer.protocol.rank_readings import RankReadings
 from trainer.protocol.run_dir import AttemptDir, RunDir
 
 TAIL = 64 * 1024
-"""Bytes read at the end of a file for its newest lines."""
+"""Number of bytes read from the end of a file to get its newest lines."""
 RECENT_STEPS = 100
-"""Number of newest steps from which a run's speed and trend are computed."""
+"""Number of newest steps used to compute a run's speed and trend."""
 StepLine = dict[str, Any]
-"""Line of steps.jsonl, with the loss as it was written (nan and inf as words)."""
+"""A line of steps.jsonl, with the loss as written (nan and inf as words)."""
 PROCESS_STATES = {"T": "stopped", "t": "held by a debugger", "D": "waiting for a device", "Z": "dead", "X": "gone"}
-"""Process states that keep a rank from working, by their letter in /proc."""
+"""Process states that keep a rank from working, keyed by their letter in /proc."""
 _RANK_ZERO = "rank-00000"
 _MAIN_FILES = ("coordinator.jsonl", "rank-00000.jsonl")
-"""Event files with most of the events; opened at every poll, since on NFS only an open updates the size."""
+"""Files that hold most of the events. Each poll opens them, because on NFS only opening a file updates its size."""
 
 
 def newest_heartbeat(attempt: AttemptDir) -> Heartbeat | None:
@@ -44,7 +44,7 @@ def newest_ranks(attempt: AttemptDir) -> RankReadings | None:
 
 
 def parse_steps(lines: Iterable[bytes]) -> Iterator[StepLine]:
-    """Yield the steps in lines of steps.jsonl, without lines that are torn by a kill or cut at the start of a read."""
+    """Yield the steps in lines of steps.jsonl, skipping lines torn by a kill or cut off at the start of a read."""
     for line in lines:
         try:
             fields = json.loads(line)
@@ -58,7 +58,7 @@ class OpenAttempts:
     """Attempts that may still write. An attempt with a successor is read once more, then skipped."""
 
     def __init__(self, place: RunDir, *, newest: bool = False) -> None:
-        """`newest`: skip all but the newest attempt from the beginning."""
+        """`newest`: ignore all attempts that precede the newest one."""
         self._place = place
         attempts = place.all_attempts() if newest else []
         self._oldest = self._begun = attempts[-1].number if attempts else 0
@@ -70,7 +70,7 @@ class OpenAttempts:
         return found
 
     def mark_written(self, attempt: AttemptDir) -> None:
-        """Record that this attempt has written, so that earlier ones are over."""
+        """Record that this attempt has written something, which means that earlier ones are over."""
         self._begun = max(self._begun, attempt.number)
 
 
@@ -85,7 +85,7 @@ class StepLines:
         self._offsets = {attempt.metrics: max(0, file_size(attempt.metrics) - TAIL) for attempt in newest}
 
     def read(self) -> list[StepLine]:
-        """Return all kept lines so far."""
+        """Return all lines kept so far."""
         for attempt in self._open_attempts.attempts():
             path = attempt.metrics
             lines, self._offsets[path] = read_new_lines(path, self._offsets.get(path, 0))
@@ -99,11 +99,11 @@ class EventFeed:
     """Incremental reader of a run: every event once, and the newest steps."""
 
     def __init__(self, run_dir: Path, *, recent_only: bool = False) -> None:
-        """`recent_only`: read only the newest attempt, of its ranks only rank 0, and only the ends of long files."""
+        """`recent_only`: read only the newest attempt, only its rank 0, and only the ends of long files."""
         self._place, self._recent_only = RunDir(run_dir), recent_only
         self._open_attempts = OpenAttempts(self._place, newest=recent_only)
         self._events: dict[Path, int] = {}
-        self._rank_zero: set[Path] = set()  # files in which rank 0 has written
+        self._rank_zero: set[Path] = set()  # files to which rank 0 has written
         self._steps = StepLines(self._place, recent_only=True, keep=RECENT_STEPS)
         self.recent: list[StepLine] = []
         """The newest steps, in training order."""

@@ -59,10 +59,10 @@ restored, reason}], incomplete: [{..., step, reason}], code_recorded: [{..., dig
 reason, accepted}], spares: [{..., name, instead, reason}], unfit: [{..., node,
 reason}], unreadable: [{..., unread, reason}], restore_tests (as restore-tests history), proven: {step, checkpoint,
 layouts, ended_at} | null, figures: {steps, tokens_per_s_per_rank, tflops_per_rank, mfu, shares, exposed, memory} |
-null, notified: {state, delivered, failed, tries, at, next_at} | null}; seconds is the time of a save, stall how long
-training waited for it; tier is empty for the run's own folder; the tier of a generation is memory after a restart in
-place; unreadable are damaged events or those of another version; proven is the newest checkpoint that exists and was
-restored
+null, notified: {state, delivered, failed, tries, at, next_at} | null}; seconds is how long a save took, stall how long
+training waited for it; tier is empty for the run's own folder; a generation's tier is memory after a restart in
+place; unreadable lists events that are damaged or from another version; proven is the newest checkpoint that still
+exists and was restored
 """
 
 
@@ -73,9 +73,9 @@ restored
 def show(screen: Screen, run: str, history: bool) -> None:
     """Show one run in full: attempts, decisions, incidents, checkpoints, their restore tests, code, data.
 
-    FROM is the step that an attempt began from, or that a generation resumed from. Narrow terminals omit START and
-    END; `orch events RUN` has the times. Speed, MFU, shares of a step and memory are medians of the newest steps,
-    at most 100 (docs/watching.md).
+    FROM is the step at which an attempt began, or from which a generation resumed. Narrow terminals omit START and
+    END; `orch events RUN` has the times. Speed, MFU and the shares of a step's time are medians over the newest
+    steps, at most 100; the other figures are from the newest step that has them (docs/watching.md).
     """
     with open_store(readonly=True) as store:
         found = store.run(run)
@@ -183,7 +183,7 @@ def _notified_json(view: RunView) -> dict[str, Any] | None:
 
 
 def _pins(run: Run) -> dict[str, str]:
-    """Return the notes of pinned checkpoints by name; empty while the run's folder is not visible."""
+    """Return the notes of pinned checkpoints, keyed by name; empty while the run's folder is not visible."""
     from checkpointing.retention.garbage import read_pins
     from checkpointing.storage.backends import LocalStorage
     from orchestrator.run_dirs.reader_pins import remove_dead_readers
@@ -239,7 +239,7 @@ def _head(screen: Screen, run: Run, view: RunView, own_test: RestoreTest | None,
 
 
 def _describe_beginning(imported: Any) -> str:
-    """Describe the checkpoint or weights from which a run began; empty if it began from scratch."""
+    """Describe the checkpoint or weights that a run began with; empty if it began from scratch."""
     if not isinstance(imported, dict):
         return ""
     how = "and its optimizer state" if imported.get("optimizer") else "with a fresh optimizer"
@@ -249,7 +249,7 @@ def _describe_beginning(imported: Any) -> str:
 
 
 def _describe_identity(fields: Any) -> str:
-    """Return the values of an identity that fit on a line. Packages, variables and diffs are only in --json."""
+    """Return an identity's one-line values. Packages, variables and diffs are only in --json."""
     if not isinstance(fields, dict):
         return short_digests(fields)
     short = {key: value for key, value in fields.items() if value is not None and not isinstance(value, (dict, list))}
@@ -259,10 +259,10 @@ def _describe_identity(fields: Any) -> str:
 def attempt_table(
     screen: Screen, attempts: Sequence[Attempt], generations: Sequence[Generation], known: str = ""
 ) -> None:  # fmt: skip
-    """Print every attempt, and below it its generations.
+    """Print every attempt, followed by its generations.
 
-    A reason is omitted if its attempt's row has it. The newest attempt's is also omitted if it is `known`, which the
-    command has printed above.
+    A reason is omitted if the attempt's row already shows it. The newest attempt's reasons are also omitted if they
+    are in `known`, which the command has already printed.
     """
     rows = []
     for attempt in attempts:
@@ -316,7 +316,7 @@ def _generation_row(screen: Screen, item: Generation, attempt: Attempt) -> dict[
 
 
 def _times(screen: Screen, start: float | None, end: float | None) -> dict[str, Any]:
-    """Return the cells for a period, without the year, which `orch events` and --json include."""
+    """Return the table cells for a period, without the year, which `orch events` and --json include."""
     took = None if start is None else (end if end is not None else time.time()) - start
     short = {"start": start, "end": end}
     return {"took": took, **{key: "" if at is None else screen.when(at)[5:] for key, at in short.items()}}

@@ -20,7 +20,7 @@ Rows = dict[str, list[Row]]
 
 
 def incidents_json(run: Run, notices: Sequence[Notice], generations: Sequence[Generation]) -> Rows:
-    """Return lists of notices by kind as plain JSON data, oldest first."""
+    """Return lists of notices as plain JSON data, keyed by kind, oldest first."""
     found = {"incidents": [_incident(run, item, generations) for item in notices if item.kind == EventKind.INCIDENT]}
     for key, (kind, fields, *_) in NOTICES.items():
         found[key] = [{**_when(item), **_fields(item, *fields)} for item in notices if item.kind == kind]
@@ -52,7 +52,7 @@ def _incident(run: Run, notice: Notice, generations: Sequence[Generation]) -> Ro
 
 
 def _outcome(notice: Notice, generations: Sequence[Generation]) -> str:
-    """Return an incident's outcome: the reason why its generation ended."""
+    """Return an incident's outcome: why its generation ended."""
     if notice.data.get("withdrawn"):
         return "nothing: it recovered without help"
     place = (notice.attempt, notice.generation)
@@ -84,7 +84,7 @@ def _cells(screen: Screen, row: Row) -> Row:
 
 
 def _format(pattern: str) -> Any:
-    """Return a column format for numbers; words such as nan are kept."""
+    """Return a column format for numbers that leaves words such as nan unchanged."""
     return lambda value: pattern.format(value) if isinstance(value, (int, float)) else value or "-"
 
 
@@ -133,7 +133,7 @@ NOTICES: dict[str, tuple[str, tuple[str, ...], str, list[Column]]] = {
         _WHEN, _GENERATION, Column("EVENT", "unread"), _REASON,
     ]),
 }  # fmt: skip
-"""Notice kind, its fields, table title and columns, by key of the answer."""
+"""The notice kind, its fields, the table's title and its columns, keyed by name in the JSON answer."""
 NEWEST = 5
 """Number of restore tests that `orch show` prints."""
 
@@ -149,7 +149,7 @@ def find_proven_checkpoint(
 
 
 def restore_tests_json(tests: Sequence[RestoreTest], proven: Proven | None, own: RestoreTest | None) -> Row:
-    """Return the tests of a run's checkpoints, newest first, the proven checkpoint, and the run's own test, if any."""
+    """Return the tests of a run's checkpoints (newest first), the proven checkpoint, and the run's own test, if any."""
     return {
         "restore_tests": [restore_test_json(test) for test in reversed(tests)],
         "proven": {**asdict(proven), "ended_at": iso(proven.ended_at)} if proven else None,
@@ -175,7 +175,7 @@ def say_restore_tests(screen: Screen, run: str, tests: Sequence[RestoreTest], pr
 
 
 def describe_own_test(test: RestoreTest) -> dict[str, str]:
-    """Return the head lines for a run that is a restore test."""
+    """Return the header lines for a run that is a restore test."""
     return {
         "tests": f"step {count(test.step)} of {test.run} on {test.layout}   {test.checkpoint}",
         "verdict": (test.verdict or "under way") + (f"   {test.reason}" if test.reason else ""),
@@ -193,13 +193,13 @@ def compared_table(screen: Screen, test: RestoreTest) -> None:
 
 
 def _join_recorded_step(step: Mapping[str, Any], recorded: Sequence[Mapping[str, Any]]) -> Row:
-    """Return a step with the run's closest record of it, since the run may have trained it more than once."""
+    """Return a step joined with the run's record of it, or with the one whose loss is closest if there are several."""
     nearest = min(recorded, key=lambda own: _distance(own.get("loss"), step.get("loss")), default={})
     return {**step, **{f"run_{name}": value for name, value in nearest.items()}}
 
 
 def _distance(one: Any, other: Any) -> float:
-    """Return the distance of two losses. With words (nan, inf) it is 0 if they are equal, otherwise infinity."""
+    """Return the distance between two losses. If one is a word (nan, inf), it is 0 if both are equal, else infinity."""
     numbers = isinstance(one, (int, float)) and isinstance(other, (int, float))
     found = abs(one - other) if numbers else 0.0 if one == other else float("inf")
     return found if found == found else float("inf")

@@ -46,7 +46,7 @@ STATUS_JSON = """
 list of {run, state, step, total_steps, loss, attempts, generations, job_id, cluster, slurm_cluster, nodes, tags,
 last_checkpoint: {step, trust, age_s} | null, restore_test: {step, layout, verdict, ended_at} | null, reason,
 updated_at, eta_s}; cluster is slurm or local; slurm_cluster is null for local runs and while it is unknown;
-restore_test is the newest finished one; eta_s is null while the run does not train or has just started
+restore_test is the newest finished one; eta_s is null while the run is not training or has just started
 """
 
 
@@ -62,7 +62,7 @@ restore_test is the newest finished one; eta_s is null while the run does not tr
 )  # fmt: skip
 @click.option(
     "-t", "--tag", "tags", multiple=True, metavar="NAME",
-    help="List only runs with this tag (with all of several); repeatable.",
+    help="List only runs with this tag; if repeated, only runs with all of the tags.",
 )  # fmt: skip
 @click.option("-w", "--watch", is_flag=True, help="Redraw every 2 seconds until Ctrl-C.")
 @click.pass_obj
@@ -72,16 +72,16 @@ def status(
 ) -> None:  # fmt: skip
     """List the newest runs: state, step, loss, last checkpoint, reason.
 
-    It reads only the registry, changes nothing, and prints how old its information is. Runs that are restore tests
-    are listed with --all or by their names. WHY has the reason of the state; for a job in the queue it has Slurm's
-    reason, and what to type if that does not clear by itself.
+    It reads only the registry, changes nothing, and prints how old its information is. Restore tests are listed only
+    with --all or by name. WHY gives the reason for the state. For a job in the queue it gives Slurm's reason, and
+    what to do if that does not clear by itself.
 
     With RUN it also warns if the folder of the newest checkpoint is gone, and if the run's `config.json` was
-    edited: that changes nothing, `orch resume RUN KEY=VALUE` does.
+    edited, which has no effect: use `orch resume RUN KEY=VALUE`.
     """
     chosen, tags = frozenset(states) or None, check_tags(tags)
     if watch:
-        screen.if_interrupted = lambda: ""  # users normally leave by Ctrl-C
+        screen.if_interrupted = lambda: ""  # users normally exit with Ctrl-C
     warn_of_unknown_tags(screen, tags)
     while True:
         if runs:
@@ -142,12 +142,12 @@ def overview(screen: Screen) -> None:
     for run, test in bad.items():
         _say_need(screen, describe_bad_test(run, test), f"orch restore-tests history {run}", f"orch ckpt ls {run}")
     if not (views or bad):
-        text = "nothing runs. `orch submit tiny-gpt` starts a run, `orch demo` shows one, `orch -h` lists the verbs."
+        text = "nothing is running. `orch submit tiny-gpt` starts a run, `orch demo` shows one, `orch -h` lists verbs."
         screen.note(text)
 
 
 def _say_need(screen: Screen, why: str, *commands: str) -> None:
-    """Print why a run needs attention, and the commands that the reason does not include."""
+    """Print why a run needs attention, and any commands that the reason does not mention."""
     screen.say(f"needs you: {shorten_text(plain(why))}", hang=11)
     named = [command for command in commands if command not in why]
     joined = "   ".join(named)
@@ -166,7 +166,7 @@ def _never_started(running: Sequence[RunView]) -> list[RunView]:
 
 
 def _with_bad_tests(views: Sequence[RunView]) -> dict[str, Any]:
-    """Return the bad restore tests by run: those of `views`, and recent ones of other runs."""
+    """Return bad restore tests, keyed by run: those of `views`, and recent ones of other runs."""
     from orchestrator.registry import fast_queries
 
     since = time.time() - RECENT
@@ -204,8 +204,8 @@ def warn_of_undelivered(screen: Screen, views: Sequence[RunView]) -> None:
         screen.warn("not_notified", f"{undelivered[0]}: {troubles[undelivered[0]]}")
     elif undelivered:
         names = ", ".join(undelivered[:_MOST_NAMED]) + (", ..." if len(undelivered) > _MOST_NAMED else "")
-        words = f"not all notifications of {len(undelivered)} runs were delivered: {names}"
-        screen.warn("not_notified", f"{words}; `orch show RUN` has the reason")
+        words = f"some notifications of {len(undelivered)} runs were not delivered: {names}"
+        screen.warn("not_notified", f"{words}; `orch show RUN` gives the reason")
 
 
 def status_table(screen: Screen, views: Sequence[RunView], *, aligned: bool = False) -> None:
@@ -219,7 +219,7 @@ def say_last_lines(screen: Screen, view: RunView) -> None:
     """Print the last lines of the rank that failed first, for a run of a user's own program."""
     if view.failure is None or not view.last_lines or screen.json:
         return
-    say = screen.say if screen.terminal else screen.note  # on stdout, nothing may follow a table for programs
+    say = screen.say if screen.terminal else screen.note  # nothing may follow a table that programs read
     say(f"\nlast lines of rank {view.failure.get('rank')} of {view.run}, on {view.failure.get('node')}:")
     for line in view.last_lines:
         say(f"  {plain(str(line))}")
@@ -270,18 +270,19 @@ SLURM_CLUSTER = Column("CLUSTER", "slurm_cluster", lambda name: name or "local",
 
 
 def warn_without_controller(screen: Screen, views: Sequence[RunView]) -> None:
-    """Warn about clusters with live runs but a stalled or missing controller; other controllers skip those runs."""
+    """Warn about clusters that have live runs but no working controller; other controllers skip those runs."""
     for scheduler in sorted({view.scheduler for view in views if view.is_live}):
         state = controller_state(scheduler)
         if state.stalled:
-            screen.warn("controller_stalled", f"{state.reason}: nothing is restarted meanwhile; {TAKE_OVER}")
+            screen.warn("controller_stalled", f"{state.reason}: nothing is restarted in the meantime; {TAKE_OVER}")
         elif not state.alive:
             place = where_to_type(scheduler)
             what = (
-                f"no controller{f' of {scheduler}' if scheduler else ''} runs: jobs continue, but nothing is restarted"
+                f"no controller{f' for {scheduler}' if scheduler else ''} is running: "
+                "jobs continue, but nothing is restarted"
             )
             start = f"{START}{f' {place}' if place else ''}"
-            screen.warn("no_controller", f"{what} and this information is not updated; {start}")
+            screen.warn("no_controller", f"{what}, and this information is not updated; {start}")
 
 
 def _footer(views: Sequence[RunView]) -> str:

@@ -30,9 +30,9 @@ from orchestrator.states import RunState
 JOB_WITHIN = 30.0
 """Seconds that submit waits for the job id. The controller keeps trying afterwards."""
 TAKEN_OVER_WITHIN = 75.0
-"""Further seconds if the controller stalls. Its lease lasts a minute, and then a successor launches the job."""
+"""Additional seconds to wait if the controller stalls. Its lease lasts a minute; then a successor launches the job."""
 JOB_WITHIN_ALONE = 150.0
-"""Seconds without a controller. After an unanswered sbatch, 60 s of look-ups precede the next one."""
+"""Seconds to wait without a controller. After an unanswered sbatch, the job is looked up for 60 s before a retry."""
 LOOK_EVERY = 0.1
 CHECK_CONTROLLER_EVERY = 3.0
 """Seconds between submit's checks that a controller is alive."""
@@ -49,8 +49,8 @@ state, step, reason
 @OVERRIDES
 @click.option(
     "--from", "begin", metavar="RUN@STEP",
-    help="Begin with this checkpoint of another run: weights, optimizer, generators, place in the data. "
-    "Default of CONFIG: that run's configuration; without changes, training computes the same bits.",
+    help="Start from this checkpoint of another run: weights, optimizer, random generators, position in the data. "
+    "CONFIG defaults to that run's configuration; without changes, training computes the same bits.",
 )  # fmt: skip
 @click.option(
     "--weights-only", is_flag=True,
@@ -63,11 +63,11 @@ state, step, reason
 @click.option("--follow", is_flag=True, help="Like --wait, and also print events and a progress line.")
 @click.option(
     "--no-controller", is_flag=True,
-    help="Start no controller: launch from here and return. Restarts need `orch wait` or a controller.",
+    help="Do not start a controller: launch from here and return. Restarts need `orch wait` or a controller.",
 )  # fmt: skip
 @click.option(
     "--dry-run", is_flag=True,
-    help="Print the configuration with origins and the sbatch script, and ask Slurm; write and submit nothing.",
+    help="Print the configuration with origins and the sbatch script, and check the job with Slurm; submit nothing.",
 )  # fmt: skip
 @click.option("--print-sbatch", is_flag=True, help="Print the sbatch script; write and submit nothing.")
 @click.pass_obj
@@ -83,13 +83,13 @@ def submit(
     is alive, and waits up to 30 seconds for the job id.
 
     Before it records the run, it imports your workload (60 seconds at most), writes a small object to every tier,
-    and asks Slurm (`sbatch --test-only`). Refusals name what to type. Do not put secrets into `env`:
-    `env_from=[HF_TOKEN]` takes them from this shell (docs/security.md).
+    and asks Slurm (`sbatch --test-only`). If a check fails, the error says what to change. Do not put secrets into
+    `env`: `env_from=[HF_TOKEN]` takes them from this shell (docs/security.md).
 
-    Ctrl-C before the run is recorded leaves nothing; afterwards the run continues. With --wait or --follow the exit
-    code is the run's: 8 failed or held, 10 cancelled.
+    Ctrl-C before the run is recorded leaves nothing behind; afterwards the run continues. With --wait or --follow,
+    the exit code is the run's: 8 failed or held, 10 cancelled.
     """
-    from orchestrator.config.layers import is_override  # yaml: only for the verbs that read configurations
+    from orchestrator.config.layers import is_override  # imports yaml, needed only to read configurations
 
     screen.if_interrupted = lambda: "interrupted: no run was created"
     tags = check_tags(tags)
@@ -125,9 +125,9 @@ def _beginning(
     screen: Screen, source: str | None, overrides: tuple[str, ...], begin: str | None, *, weights_only: bool,
     write: bool,
 ) -> Iterator[tuple[Any, dict[str, Any] | None]]:  # fmt: skip
-    """Yield the config of the run and its initial checkpoint, which exists within the block if `write`."""
+    """Yield the run's config and its initial checkpoint, which exists inside the block if `write`."""
     if begin is not None:
-        from orchestrator.cli.runs.branch import branch, branch_weights  # sqlalchemy, omegaconf
+        from orchestrator.cli.runs.branch import branch, branch_weights  # imports sqlalchemy, omegaconf
 
         if weights_only:
             with branch_weights(screen, begin, source, overrides, write=write) as found:
@@ -235,7 +235,7 @@ def _await_job(screen: Screen, run: str, kind: str, *, no_controller: bool) -> t
     Also returns the schedulers that did not answer this process's last pass.
     """
     from orchestrator.controller import service
-    from orchestrator.registry import fast_queries  # sqlite3: not for `orch --help`
+    from orchestrator.registry import fast_queries  # imports sqlite3, which `orch --help` does not need
 
     now = time.monotonic()
     deadline, check_at = now + (JOB_WITHIN_ALONE if no_controller else JOB_WITHIN), now + CHECK_CONTROLLER_EVERY
@@ -249,11 +249,11 @@ def _await_job(screen: Screen, run: str, kind: str, *, no_controller: bool) -> t
         if view.job_id is not None or view.is_over:
             return view, silent
         now = time.monotonic()
-        # An unrenewed lease means that its holder stalls, and a successor waits until it expires.
+        # If the lease is not renewed, its holder has stalled, and a successor waits until the lease expires.
         if now >= deadline and (no_controller or now >= latest or fast_queries.lease(registry_path(), key) != before):
             return view, silent
         if not no_controller and now >= check_at:
-            service.ensure_running(registry_path(), kind)  # the earlier controller may have been a single pass
+            service.ensure_running(registry_path(), kind)  # the earlier controller may have run only one pass
             check_at = now + CHECK_CONTROLLER_EVERY
         time.sleep(LOOK_EVERY if not no_controller else 1.0)
 
@@ -270,7 +270,7 @@ def preview(screen: Screen, composed: Any, cluster: str | None, *, only_script: 
     """Print the resolved config with origins and the sbatch script. Writes nothing."""
     from orchestrator.scheduler.available_schedulers import kinds, resolve
     from orchestrator.submission.create_run import first_job
-    from orchestrator.submission.secret_values import separate_secrets  # omegaconf
+    from orchestrator.submission.secret_values import separate_secrets  # imports omegaconf
 
     separate_secrets(composed, os.environ)  # refuses what a submit would refuse
     kind = resolve(cluster or composed.config.cluster.kind)
@@ -290,6 +290,6 @@ def preview(screen: Screen, composed: Any, cluster: str | None, *, only_script: 
     if not only_script:
         print_config(screen, composed.data, composed.origins)
         screen.say(f"\n# config digest {composed.digest}\n# cluster {kind}\n")
-    for line in (script or f"# {kind}: no sbatch script; the agents are processes of this machine").splitlines():
+    for line in (script or f"# {kind}: no sbatch script; the agents are processes on this machine").splitlines():
         screen.raw(line)
     screen.note("nothing was submitted")

@@ -17,7 +17,7 @@ _TAKEN_AWAY = re.compile(r"-(?![qvh]$)[A-Za-z0-9].*")
 
 
 def check_tags(words: Iterable[str]) -> tuple[str, ...]:
-    """Return the tags, sorted and unique. Raises ConfigError for an invalid one."""
+    """Return the tags, sorted and unique. Raises ConfigError for an invalid tag."""
     tags = tuple(sorted(set(words)))
     for word in tags:
         if not _TAG.fullmatch(word):
@@ -27,8 +27,8 @@ def check_tags(words: Iterable[str]) -> tuple[str, ...]:
 
 
 def warn_of_unknown_tags(screen: Screen, tags: Iterable[str]) -> None:
-    """Warn about tags that no run has; the warning has a similar tag, or some existing ones."""
-    from orchestrator.near_words import hint_with_choices, nearest  # only for a mistake
+    """Warn about tags that no run has, suggesting a similar tag or listing some existing ones."""
+    from orchestrator.near_words import hint_with_choices, nearest  # needed only after a mistake
     from orchestrator.registry import fast_queries
 
     known = fast_queries.tag_names(registry_path()) if tags else set()
@@ -46,14 +46,17 @@ class _TagVerb(Verb):
     """A verb whose arguments may begin with a minus sign."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse `-baseline` as a tag to remove, not as short options: as `~baseline`, since no tag begins with `~`."""
+        """Parse `-baseline` as a tag to remove, not as short options, by rewriting it as `~baseline`.
+
+        No tag begins with `~`.
+        """
         return super().parse_args(ctx, [f"~{word[1:]}" if _TAKEN_AWAY.fullmatch(word) else word for word in args])
 
 
 @click.command(cls=_TagVerb, json_data="{run, tags}")
 @click.argument("run")
 @click.argument("words", metavar="[+TAG|-TAG|TAG ...]", nargs=-1)
-@click.option("--remove", is_flag=True, help="Remove the tags that have no sign, instead of adding them.")
+@click.option("--remove", is_flag=True, help="Remove the tags given without a sign, instead of adding them.")
 @click.pass_obj
 def tag(screen: Screen, run: str, words: tuple[str, ...], remove: bool) -> None:
     """Add tags to a run, or remove them; without TAG, print them.

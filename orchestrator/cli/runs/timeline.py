@@ -22,9 +22,9 @@ _FAILURES = (EventKind.CHECKPOINT_FAILED, EventKind.CHECKPOINT_RETRIED)
 _SUCCESSES = (EventKind.CHECKPOINT_COMMITTED, EventKind.CHECKPOINT_FLUSHED)
 _STATES = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state"}
 _STOPS = {"cancel": ": cancel requested", "time_limit": ": the time limit is near"}
-"""Reasons for a stop that the ranks know. A signal gives no reason."""
+"""Words for the stop reasons that the ranks know. A signal gives no reason."""
 _TOGETHER = 1.0
-"""Maximum seconds by which times within one controller pass differ."""
+"""Maximum difference, in seconds, between times recorded in one controller pass."""
 
 
 def describe_event(event: Event) -> str | None:
@@ -35,11 +35,11 @@ def describe_event(event: Event) -> str | None:
 
 
 class EventDescriber:
-    """Describer of events. It describes only the first of several save failures with the same reason."""
+    """Describes events. Of several save failures with the same reason, only the first is described."""
 
     def __init__(self) -> None:
-        self._described: dict[str, set[tuple[str, str]]] = {}  # by tier: kinds of event, and reasons
-        self._left_out: dict[str, int] = {}  # by tier: number of saves
+        self._described: dict[str, set[tuple[str, str]]] = {}  # event kinds and reasons, keyed by tier
+        self._left_out: dict[str, int] = {}  # failed saves left out, keyed by tier
 
     def describe(self, event: Event) -> str | None:
         """Describe an event; None for minor or repeated ones."""
@@ -76,7 +76,7 @@ def event_sentence(event: Event) -> str | None:
     try:
         return (describe.format_map(event.data) if isinstance(describe, str) else describe(event.data)) or None
     except (KeyError, TypeError, ValueError):
-        return None  # from another version: omitted, because a sentence might be wrong
+        return None  # from another version, so a sentence about it might be wrong
 
 
 Data = dict[str, Any]
@@ -145,7 +145,7 @@ def _describe_software(data: Data) -> str:
     ranks = {name: f" (rank {rank})" for name, rank in data.get("ranks", {}).items()}
     pairs = data["changes"].items()
     changes = ", ".join(f"{name} {before} -> {now}{ranks.get(name, '')}" for name, (before, now) in pairs)
-    return f"checkpoint {data['step']} was made with other software, numbers may differ: {changes}"
+    return f"checkpoint {data['step']} was saved with different software, so numbers may differ: {changes}"
 
 
 def _describe_stop(data: Data) -> str:
@@ -156,7 +156,7 @@ def _describe_stop(data: Data) -> str:
 
 def _describe_first_step(data: Data) -> str:
     """Describe the first step and rank 0's model states, which events of older releases lack."""
-    text = f"trains: step {data['step']} done after {data['seconds']:.1f} s"
+    text = f"training: step {data['step']} done after {data['seconds']:.1f} s"
     if not (held := data.get("held")):
         return text
     parts = (f"{size(held[name])} of {words}" for name, words in _STATES.items())
@@ -171,7 +171,7 @@ def _describe_seen(data: Data) -> str:
 
 _DESCRIPTIONS: dict[str, str | Callable[[Data], str]] = {
     EventKind.ATTEMPT_STARTED: lambda d: f"started, job {d['job_id']} on {','.join(d['nodes'])}, {d['world']} ranks",
-    EventKind.AGENT_LOST: "lost the agent of {name}: {reason}",
+    EventKind.AGENT_LOST: "lost the agent on {name}: {reason}",
     EventKind.PREFLIGHT: _describe_preflight,
     EventKind.GENERATION_STARTED: "ranks start ({world})",
     EventKind.GENERATION_FIRST_STEP: _describe_first_step,
@@ -180,11 +180,11 @@ _DESCRIPTIONS: dict[str, str | Callable[[Data], str]] = {
     EventKind.DECISION: "decision: {action} ({reason})",
     EventKind.INCIDENT: _describe_incident,
     EventKind.STRAGGLER: _describe_straggler,
-    EventKind.CODE_CHANGED: "different code trains now: {reason}",
+    EventKind.CODE_CHANGED: "training now uses different code: {reason}",
     EventKind.BATCH_SKIPPED: "the batch of step {step} is skipped from now on: {reason}",
     EventKind.RESTART_DIFFERS: "training continued differently from step {restored}: {reason} before the restart. "
-    "Either it depends on something that no checkpoint has, or it does not repeat",
-    EventKind.LOSS_LEVEL: "the losses have a new level from step {step} on: {reason}",
+    "Either it depends on something that is not in the checkpoint, or it is not deterministic",
+    EventKind.LOSS_LEVEL: "the losses have been at a new level since step {step}: {reason}",
     EventKind.SPARE_USED: "{name} takes the place of {instead}: {reason}",
     EventKind.DRILL: _describe_drill,
     EventKind.VALIDATED: lambda d: (
@@ -203,19 +203,19 @@ _DESCRIPTIONS: dict[str, str | Callable[[Data], str]] = {
     EventKind.CHECKPOINT_INCOMPLETE: "checkpoint {step} does not hold everything: {reason}",
     EventKind.CHECKPOINT_SOFTWARE: _describe_software,
     EventKind.CHECKPOINT_SKIPPED: "step {step} is not saved: {reason}",
-    EventKind.CHECKPOINT_RETRIED: lambda d: f"saving step {d['step']} is tried again: {short_reason(d['reason'])}",
+    EventKind.CHECKPOINT_RETRIED: lambda d: f"retrying the save of step {d['step']}: {short_reason(d['reason'])}",
     EventKind.CHECKPOINT_DOUBTED: "step {step} is saved, but looks wrong: {reason}",
     EventKind.CHECKPOINT_FLUSHED: lambda d: (
         f"copied step {d['step']} to {d['tier']} ({size(d['bytes'])}, {d['seconds']:.1f} s)"
     ),
-    EventKind.CHECKPOINT_STUCK: "saving step {step} hangs, training continues: {reason}",
+    EventKind.CHECKPOINT_STUCK: "the save of step {step} is stuck, but training continues: {reason}",
     EventKind.CHECKPOINT_SUSPECT: "checkpoint {step} is suspect: {reason}",
     EventKind.CHECKPOINT_SEEN: _describe_seen,
     EventKind.CHECKPOINT_SET_ASIDE: "checkpoint {step} is now {path}: {reason}",
     EventKind.CHECKPOINT_CADENCE: "saves every {steps} steps from now on: {reason}",
     EventKind.ATTEMPT_ENDED: "{result}: {reason}",
 }
-"""Template, or function of the event's data. Minor events are missing, or have an empty text."""
+"""A template, or a function of the event's data. Minor events are missing or have an empty text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,7 +270,7 @@ def _event_entry(event: Event) -> TimelineEntry:
 
 
 def _transition_entries(transitions: Sequence[Transition], attempts: Sequence[Attempt]) -> Iterator[TimelineEntry]:
-    """Yield the state changes in recorded order, and after the end of each attempt the decision."""
+    """Yield the state changes in recorded order, with each attempt's decision after the attempt's end."""
     by_number = {str(attempt.number): attempt for attempt in attempts}
     decided = ""
     for index, move in enumerate(transitions):
@@ -285,7 +285,7 @@ def _transition_entries(transitions: Sequence[Transition], attempts: Sequence[At
 
 
 def in_recorded_order(moments: Iterable[TimelineEntry]) -> Iterator[TimelineEntry]:
-    """Make the times of entries recorded together monotonic. Larger steps back, after a clock change, are kept."""
+    """Make the times of entries recorded together monotonic. Larger backward jumps, from clock changes, are kept."""
     latest = 0.0
     for moment in moments:
         latest = max(latest, moment.time) if latest - moment.time < _TOGETHER else moment.time
@@ -293,7 +293,7 @@ def in_recorded_order(moments: Iterable[TimelineEntry]) -> Iterator[TimelineEntr
 
 
 def _transition_entry(index: int, move: Transition, attempt: Attempt | None, decided: str) -> TimelineEntry:
-    """Convert a transition. `decided` is the newest decision, whose text the run's reason repeats."""
+    """Convert a transition to an entry. `decided` is the newest decision's reason, which the run's reason repeats."""
     reason = move.reason
     if move.kind == "run" and decided:
         reason = reason.removeprefix(decided).lstrip("; ")

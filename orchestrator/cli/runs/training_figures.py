@@ -15,7 +15,7 @@ from trainer.protocol.logs.line_file import read_new_lines
 from trainer.protocol.run_dir import AttemptDir, RunDir
 
 _LINE_BYTES = 4096
-"""Assumed bytes per line of steps.jsonl. With dozens of metrics lines are longer, so fewer steps are read."""
+"""Assumed bytes per line of steps.jsonl. With dozens of metrics, lines are longer and fewer steps are read."""
 _LEAST_SHARE = 0.005
 _LEAST_SECONDS = 0.001
 _COMMUNICATION = {
@@ -29,13 +29,14 @@ _FEWEST_FOR_TREND = 5
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingFigures:
-    """Medians over the newest `steps` of one generation; None for unknown figures.
+    """Figures for the newest `steps` of one generation; None for unknown figures.
 
-    `shares` (of a step's time), `memory` (peaks in bytes) and `exposed` are from rank 0, which writes these lines.
-    `exposed` has the shares of communication that is not overlapped, which are parts of `waiting`. `ranks` compares all
-    ranks by figure: least, median, most, and the rank with the most. `traffic` is the bytes of a step's collectives by
-    mesh dimension. `experts` is the tokens per expert relative to the layer's mean: least, median, most, and the expert
-    with the most.
+    Speeds, `shares` and `exposed` are medians; the rest is from the newest step that has it. `shares` (of a step's
+    time), `memory` (peaks in bytes) and `exposed` are from rank 0, which writes these lines. `exposed` has the shares
+    of communication that is not overlapped, which are part of `waiting`. `ranks` compares all ranks in each figure:
+    least, median, most, and the rank with the most. `traffic` is the number of bytes in a step's collectives, keyed by
+    mesh dimension. `experts` is the number of tokens per expert relative to the layer's mean: least, median, most, and
+    the expert with the most.
     """
 
     steps: int
@@ -51,7 +52,7 @@ class TrainingFigures:
 
 
 def training_figures(lines: Sequence[StepLine], world_size: int) -> TrainingFigures | None:
-    """Return the figures for lines of steps.jsonl (oldest first); None without lines."""
+    """Return the figures for lines of steps.jsonl (oldest first); None if there are no lines."""
     own = newest_generation(lines)[-RECENT_STEPS:]
     if not own:
         return None
@@ -89,7 +90,7 @@ def find_median(lines: Sequence[StepLine], key: str) -> float | None:
 def time_shares(line: StepLine) -> dict[str, float]:
     """Return the shares of a step's time on rank 0 (its own work by section, waiting, saving).
 
-    Empty for a line of an older orch.
+    Empty for a line from an older orch.
     """
     if "work" not in line or not line["seconds"]:
         return {}
@@ -98,15 +99,15 @@ def time_shares(line: StepLine) -> dict[str, float]:
 
 
 def step_seconds(lines: Sequence[StepLine]) -> float | None:
-    """Return the mean step time of the newest generation, without the time between steps."""
+    """Return the mean step time of the newest generation, excluding the time between steps."""
     took = [line["seconds"] for line in newest_generation(lines) if isinstance(line.get("seconds"), (int, float))]
     return mean(took) if took else None
 
 
 def loss_trend(lines: Sequence[StepLine]) -> tuple[float | None, int]:
-    """Return the change of a line fitted to the newest generation's losses, and its number of steps; (None, 0) if few.
+    """Return the rise of a line fitted to the newest generation's losses, and the number of steps it spans.
 
-    A fitted line is robust against a noisy step.
+    Returns (None, 0) if there are too few losses. A fitted line is robust against a noisy step.
     """
     own = newest_generation(lines)
     losses = [(line["step"], line["loss"]) for line in own if isinstance(line.get("loss"), (int, float))]
@@ -134,7 +135,7 @@ def _newest_lines(attempt: AttemptDir) -> list[StepLine]:
 
 
 def describe_figures(figures: TrainingFigures | None) -> dict[str, str]:
-    """Return the lines of `orch show` by their labels, without shares below half a percent."""
+    """Return the lines of `orch show`, keyed by label, without shares below half a percent."""
     if figures is None:
         return {}
     speed = figures.tokens_per_s_per_rank
@@ -147,11 +148,11 @@ def describe_figures(figures: TrainingFigures | None) -> dict[str, str]:
     traffic = ", ".join(f"{name} {size(total)}" for name, total in figures.traffic.items())
     return {
         "speed": "   ".join([*words, f"({steps})"]) if words else "",
-        "time": f"{parts} of a step of rank 0" if parts else "",
+        "time": f"{parts} of a step on rank 0" if parts else "",
         "memory": f"{peaks} at most on rank 0" if peaks else "",
         "ranks": _describe_slowest(figures.ranks),
         "bubble": _describe_bubble(figures.ranks),
-        "traffic": f"{traffic} in each step of rank 0" if traffic else "",
+        "traffic": f"{traffic} in each step on rank 0" if traffic else "",
         "experts": _describe_experts(figures.experts),
     }
 
@@ -165,9 +166,9 @@ def describe_shares(shares: Mapping[str, float], exposed: Mapping[str, float]) -
 
 
 def _exposed_shares(lines: Sequence[StepLine]) -> dict[str, float]:
-    """Return each communication kind's share of a step. A line has the communication of the step before it.
+    """Return the share of a step for each kind of communication. A line records the previous step's communication.
 
-    Empty for lines of older releases.
+    Empty for lines from older releases.
     """
     pairs = [(before["seconds"], line["exposed"]) for before, line in pairwise(lines) if line.get("exposed")]
     known = [(seconds, exposed) for seconds, exposed in pairs if seconds]
@@ -176,7 +177,7 @@ def _exposed_shares(lines: Sequence[StepLine]) -> dict[str, float]:
 
 
 def _newest(lines: Sequence[StepLine], key: str) -> dict[str, Any]:
-    """Return the value of the newest line that has it; empty for lines of older releases."""
+    """Return the value from the newest line that has one; empty for lines from older releases."""
     return next((dict(line[key]) for line in reversed(lines) if line.get(key)), {})
 
 
@@ -188,7 +189,7 @@ def _describe_slowest(ranks: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def _describe_bubble(ranks: Mapping[str, Mapping[str, float]]) -> str:
-    """Describe the share of a step that pipeline ranks wait for other stages; empty without a pipeline."""
+    """Describe the share of a step that pipeline ranks spend waiting for other stages; empty without a pipeline."""
     if (found := ranks.get("bubble")) is None:
         return ""
     shares = f"{100 * found['least']:.0f} to {100 * found['most']:.0f} %"

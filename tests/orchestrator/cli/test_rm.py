@@ -326,7 +326,7 @@ def test_the_same_command_finishes_after_a_kill(orch: Type, seeds: Seeds, run: s
     assert killed.wait(60) == -signal.SIGKILL
     assert "is being removed" in orch("status", run).out
     refused = orch("resume", run, "train.steps=500")
-    assert (refused.code, f"`orch rm {run} -y` finishes that" in refused.err) == (4, True)
+    assert (refused.code, f"`orch rm {run} -y` finishes the removal" in refused.err) == (4, True)
     done = orch("rm", run, "-y")
     assert done.code == 0, done.err
     assert (os.listdir(seeds.root), rows_of(seeds, run), tier.exists()) == ([], {}, False)

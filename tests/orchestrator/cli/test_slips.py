@@ -227,8 +227,8 @@ def test_only_classes_are_offered_as_targets(orch: Type) -> None:
     [
         (("./mine.yml/",), 3, "did you mean ./mine.yaml?"),
         (("mine.yaml", "workload.path=my_model.py"), 2, "write a list: 'workload.path=[my_model.py]'"),
-        (("torchrun-script", "command=[train.py]"), 2, "name what starts it: 'command=[python, train.py]'"),
-        (("torchrun-script", "command=[./train.py]"), 2, "name what starts it: 'command=[python, ./train.py]'"),
+        (("torchrun-script", "command=[train.py]"), 2, "name its interpreter: 'command=[python, train.py]'"),
+        (("torchrun-script", "command=[./train.py]"), 2, "name its interpreter: 'command=[python, ./train.py]'"),
         (("torchrun-script", "command=[python,", "train.py,", "--epochs,", "3]"), 2,
          "and quote values that contain spaces; see `orch submit -h`"),
         (("mine.yaml", "-tag", "x"), 2, "Did you mean '--tag'?"),

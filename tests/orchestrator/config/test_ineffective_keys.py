@@ -16,7 +16,7 @@ COMMAND = "command=[python, train.py]"
         ("train.steps=5", "pass an option to the program"),
         ("optimizer.lr=1e-3", "pass an option to the program"),
         ("+workload.args.width=3", "pass an option to the program"),
-        ("checkpoint.every=5", "checkpoints.path=FOLDER shows them to orch"),
+        ("checkpoint.every=5", "checkpoints.path=FOLDER tells orch where they are"),
         ("checkpoint.tiers=[{path: run}]", "checkpoints.path=FOLDER"),
         ("parallel.tp=2", "the program creates its own mesh"),
         ("detection.spike.roll_backs=1", "orch does not see the program's loss"),

@@ -31,7 +31,7 @@ def test_intervals_in_seconds() -> None:
         ("restore_tests.layouts=[0]", "0: must be same"),
         ("restore_tests.layouts=[]", "is empty"),
         ("restore_tests.layouts=[same,3]", "3: train.batch_size=16: must be a multiple of the 3 data-parallel ranks"),
-        ("restore_tests.layouts=[3]", "type restore_tests.layouts=[same]"),
+        ("restore_tests.layouts=[3]", "set restore_tests.layouts=[same]"),
         ("restore_tests.steps=0", "must be from 1 to 1000"),
         ("restore_tests.level=1", "must be 2, 3 or 4"),
         ("restore_tests.budget=-1", "must be 0 or a share"),

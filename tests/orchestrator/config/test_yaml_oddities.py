@@ -29,7 +29,7 @@ def test_an_oddity_is_refused_at_its_line(text: str, what: str, line: str, hint:
 
 
 @pytest.mark.parametrize(
-    ("path", "what"), [("s3://bucket/tokens", "is a URL"), ("/etc/passwd", "is a file, and must be a folder")]
+    ("path", "what"), [("s3://bucket/tokens", "is a URL"), ("/etc/passwd", "is a file, but must be a folder")]
 )
 def test_data_that_is_in_no_folder_is_called_what_it_is(path: str, what: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=what) as caught:

@@ -109,7 +109,7 @@ def test_the_url_of_a_webhook_is_read_from_the_runs_secrets(desk: Desk, hook: Ho
     desk.move(run, RunState.HELD)
     desk.passes()
     assert hook.posted == []
-    assert f"webhook: {folder.secrets} does not have its URL" in desk.newest(run).trouble
+    assert f"webhook: {folder.secrets} does not contain its URL" in desk.newest(run).trouble
     RunSecrets(webhooks={shown: hook.url}).create(folder.secrets)
     assert desk.passes(NOW + AGAIN[0] + 1) == [f"{run}: sent the HELD notification by webhook"]
     assert len(hook.posted) == 1

@@ -176,7 +176,7 @@ def test_unwritable_root(tmp_path: Path, store: Store) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(Precondition) as refused:
         submit(tmp_path, store, f"cluster.root={tmp_path / 'file' / 'runs'}")
-    assert refused.value.what.startswith("the folder of runs cannot be written")
+    assert refused.value.what.startswith("the folder for runs is not writable")
     assert str(tmp_path / "file" / "runs") in refused.value.where
     assert store.runs() == []
 

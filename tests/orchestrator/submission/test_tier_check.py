@@ -73,7 +73,7 @@ def test_a_folder_that_may_not_be_written_is_refused() -> None:
     with folder_of_an_ordinary_user() as folder:
         (folder / "theirs").mkdir()
         (folder / "theirs").chmod(0o500)
-        with pytest.raises(Precondition, match=f"nothing can be written in {folder / 'theirs'}"):
+        with pytest.raises(Precondition, match=f"{folder / 'theirs'} is not writable"):
             check(TierConfig(path=str(folder / "theirs" / "mine")))
 
 
@@ -93,7 +93,7 @@ def test_a_folder_of_another_user_with_the_run_s_name_is_refused(
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     with pytest.raises(ConfigError, match=f"{tmp_path}/gpt-1 already exists and belongs to ") as caught:
         check_name(TierConfig(), scratch)
-    assert caught.value.hint == "type name=OTHER, or give the tier another path"
+    assert caught.value.hint == "set name=OTHER, or give the tier another path"
     check_name(TierConfig(), TierConfig(path=str(tmp_path), shared=False))
 
 

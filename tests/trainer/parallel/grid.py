@@ -127,8 +127,8 @@ def words(values: dict[str, Any]) -> list[str]:
 
 def words_of_hint(hint: str) -> list[str]:
     """Return the words that a hint suggests to type."""
-    assert hint.startswith("type "), hint
-    words = hint.removeprefix("type ").split()
+    assert hint.startswith(("type ", "set ")), hint
+    words = hint.partition(" ")[2].split()
     assert all(re.fullmatch(r"[a-z_.]+=(\w+|\[\])", word) for word in words), hint
     return words
 

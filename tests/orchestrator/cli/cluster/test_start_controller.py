@@ -122,7 +122,7 @@ def test_reading_verbs_start_no_controller(
     leave(seeds)
     said = orch(verb, run)
     assert said.code == 0
-    assert "warning: no controller runs: jobs continue, but nothing is restarted" in said.err
+    assert "warning: no controller is running: jobs continue, but nothing is restarted" in said.err
     assert "`orch controller start` starts one" in said.err
     (warning,) = orch(verb, run, "--json").answer["warnings"]
     assert warning["code"] == "no_controller"
@@ -135,4 +135,4 @@ def test_waiting_says_that_it_acts_instead(orch: Type, seeds: Seeds, monkeypatch
     leave(seeds)
     said = orch("wait", run, "--timeout", 0.1)
     assert said.code == 124
-    assert said.err.count("no controller runs: this command acts in its place") == 1
+    assert said.err.count("no controller is running: this command does its work") == 1

@@ -245,7 +245,7 @@ def test_the_feed_gives_every_event_once_in_words(place: RunDir) -> None:
     said = [text for event in feed.poll() if (text := describe_event(event))]
     assert "attempt 1 generation 1: drill: kill-rank rank 1 at step 4" in said
     assert "attempt 1 generation 1: rank 1 on n1 ended: killed by signal 9" in said
-    assert "attempt 1 generation 2: trains: step 3 done after 1.0 s" in said
+    assert "attempt 1 generation 2: training: step 3 done after 1.0 s" in said
     assert feed.latest is not None
     assert (feed.latest["step"], feed.latest["loss"]) == (6, 1.0)
     assert feed.poll() == []

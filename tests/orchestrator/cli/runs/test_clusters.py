@@ -212,7 +212,7 @@ def test_impossible_request(orch: Type, seeds: Seeds, verb: str) -> None:
     said = orch(verb, run, "--no-controller")
     assert said.code == 5, said
     assert f"it is not known which cluster has the jobs of {run}" in said.err
-    assert "in a shell where `sinfo` answers, run the same command again" in " ".join(said.err.split())
+    assert "run the same command again in a shell where `sinfo` answers" in " ".join(said.err.split())
     assert seeds.store.user_requests() == []
 
 

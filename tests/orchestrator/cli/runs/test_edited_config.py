@@ -47,7 +47,7 @@ def test_edits_are_reported_with_the_command(orch: Type, made: Callable[..., Sub
     assert warning(orch("status", run.name, "--json")) == "", "the same values in another format"
     run.edit(lambda data: data["cluster"].update(mem="2G") or data["optimizer"].update(lr=0.001))
     said = warning(orch("status", run.name, "--json"))
-    assert said == f"{run.path} was edited: that changes nothing; type `orch resume {run.name} KEY=VALUE`"
+    assert said == f"{run.path} was edited, which has no effect; use `orch resume {run.name} KEY=VALUE`"
     assert said in orch("status", run.name).err
     assert warning(orch("status", "--json")) == "", "the table of all runs reads no folder"
 
@@ -55,14 +55,14 @@ def test_edits_are_reported_with_the_command(orch: Type, made: Callable[..., Sub
 def test_live_run_must_be_cancelled_first(orch: Type, made: Callable[..., Submitted]) -> None:
     run = made(RunState.QUEUED)
     run.edit(lambda data: data["cluster"].update(mem="2G"))
-    command = f"type `orch cancel {run.name}`, then `orch resume {run.name} KEY=VALUE`"
+    command = f"use `orch cancel {run.name}`, then `orch resume {run.name} KEY=VALUE`"
     assert warning(orch("status", run.name, "--json")).endswith(command)
 
 
 def test_finished_run_is_branched(orch: Type, made: Callable[..., Submitted]) -> None:
     run = made(RunState.SUCCEEDED)
     run.edit(lambda data: data["optimizer"].update(lr=0.001))
-    command = f"type `orch submit --from {run.name} KEY=VALUE`"
+    command = f"use `orch submit --from {run.name} KEY=VALUE`"
     assert warning(orch("status", run.name, "--json")).endswith(command)
 
 
@@ -70,7 +70,7 @@ def test_damaged_or_missing_file(orch: Type, made: Callable[..., Submitted]) -> 
     run = made()
     for text in ("{,}", "[" * 100_000):
         run.path.write_text(text)
-        assert warning(orch("status", run.name, "--json")).endswith(f"type `orch resume {run.name} KEY=VALUE`")
+        assert warning(orch("status", run.name, "--json")).endswith(f"use `orch resume {run.name} KEY=VALUE`")
     run.path.unlink()
     assert warning(orch("status", run.name, "--json")) == ""
 
@@ -82,7 +82,7 @@ def test_resume_warns_of_edits_until_they_are_in_force(
     run = made()
     run.edit(lambda data: data["cluster"].update(mem="2G"))
     done = orch("resume", run.name, "--no-controller")
-    assert (done.code, "was edited: that changes nothing" in done.err) == (0, True)
+    assert (done.code, "was edited, which has no effect" in done.err) == (0, True)
     digest = run.store.put_config(json.loads(run.path.read_text()))
     run.store.note_run(run.name, epoch=1, now=3.0, config_digest=digest)
     assert warning(orch("status", run.name, "--json")) == ""

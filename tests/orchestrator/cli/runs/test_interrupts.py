@@ -57,7 +57,7 @@ def test_recorded_run(orch: Type, tmp_path: Path, monkeypatch: Patch, no_control
     done = submitted(orch, tmp_path)
     assert done.code == 130
     assert done.err.strip().splitlines() == [
-        "detached: tiny-gpt-1 is CREATED, but no controller runs, so nothing is started or restarted from now on",
+        "detached: tiny-gpt-1 is CREATED, but no controller is running, so nothing will be started or restarted",
         "  orch controller start", "  orch status tiny-gpt-1", "  orch wait tiny-gpt-1", "  orch cancel tiny-gpt-1",
     ]  # fmt: skip
     assert runs(orch) == ["tiny-gpt-1"]
@@ -109,7 +109,7 @@ def test_detach_message(orch: Type, seeds: Seeds, monkeypatch: Patch, words: tup
     assert done.code == 130
     assert f"detached: {run} continues (RUNNING)" in done.err
     seeds.drop_lease()
-    assert f"detached: {run} is RUNNING, but no controller runs" in orch(*words, run).err
+    assert f"detached: {run} is RUNNING, but no controller is running" in orch(*words, run).err
 
 
 @pytest.mark.parametrize("verb", ["cancel", "resume"])
@@ -123,7 +123,8 @@ def test_request(orch: Type, seeds: Seeds, monkeypatch: Patch, no_controller: No
     monkeypatch.setattr(cancel_resume, "await_answers", ctrl_c)
     done = orch(verb, run)
     assert (done.code, done.err.strip().splitlines()) == (130, [
-        f"interrupted: the request to {verb} {run} is recorded, and the controller acts on it", f"  orch status {run}",
+        f"interrupted: the request to {verb} {run} is recorded, and the controller will act on it",
+        f"  orch status {run}",
     ])  # fmt: skip
     assert [ask.verb for ask in seeds.store.user_requests()] == [verb]
 

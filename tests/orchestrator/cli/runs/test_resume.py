@@ -139,7 +139,7 @@ def test_resume_without_changes(orch: Type, run: Resumable) -> None:
         (["model.dim=256"], "model.dim cannot change", "keep the old value"),
         (["train.lrr=1"], "unknown key `train.lrr`", "keys in `train`"),
         (["optimizer.lr=fast"], "must be a number", "default"),
-        (["train.steps=100"], "has already trained more", "train.steps=121 or more"),
+        (["train.steps=100"], "has already trained that many", "train.steps=121 or more"),
         (["checkpoint.tiers=[{path: /scratch}]"], "checkpoint.tiers lacks run", "{path: run}"),
         (["~train.seed", "model.layers=9"], "model.layers cannot change", "keep the old value"),
     ],
@@ -301,7 +301,7 @@ def test_finished_program(orch: Type, seeds: Seeds, tmp_path: Path) -> None:
 def test_live_run_keeps_config(orch: Type, seeds: Seeds, tmp_path: Path) -> None:
     run = Resumable(seeds, tmp_path, RunState.RUNNING)
     refused = orch("resume", run.name, "optimizer.lr=0.5")
-    assert "its configuration changes only while no job of it lives" in refused.err
+    assert "its configuration can change only while it has no live job" in refused.err
     assert f"orch cancel {run.name}" in refused.err
 
 

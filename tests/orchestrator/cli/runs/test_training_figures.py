@@ -63,7 +63,7 @@ def test_figures_of_ranks_and_traffic() -> None:
     assert figures is not None
     words = describe_figures(figures)
     assert words["ranks"] == "slowest, relative to the median: forward rank 3 (2.50 x)"
-    assert words["traffic"] == "tp 1.0 MiB, world 72 B in each step of rank 0"
+    assert words["traffic"] == "tp 1.0 MiB, world 72 B in each step on rank 0"
 
 
 def test_waiting_by_kind_of_communication() -> None:
@@ -100,7 +100,7 @@ def test_show_prints_them_and_programs_get_them(orch: Type, seeds: Seeds) -> Non
     write(begun(seeds, run), [line(step) for step in range(1, 121)])  # on two nodes with two ranks each
     shown = {words[:9].strip(): words[9:] for words in orch("show", run).out.splitlines()[:8]}
     assert shown["speed"] == "1000 tokens/s per rank   2 TFLOP/s per rank   MFU 40.0 %   (median of 100 steps)"
-    assert shown["time"] == "forward 20 %, backward 40 %, optimizer 10 %, waiting 20 %, saving 10 % of a step of rank 0"
+    assert shown["time"] == "forward 20 %, backward 40 %, optimizer 10 %, waiting 20 %, saving 10 % of a step on rank 0"
     assert shown["memory"] == "allocated 3.0 GiB, reserved 4.0 GiB at most on rank 0"
     data = orch("show", run, "--json").data["figures"]
     assert (data["steps"], data["tokens_per_s_per_rank"], data["mfu"]) == (100, 1000.0, 0.4)

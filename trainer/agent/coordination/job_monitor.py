@@ -39,7 +39,7 @@ def is_needed(ends: Sequence[RankEnd]) -> bool:
 
 
 def analyse_dead_ranks(attempt: AttemptDir, generation: int, world: int) -> Finding | None:
-    """Return the joint analysis of the flight records left by a generation, or None. Reads the shared file system."""
+    """Return the joint analysis of the flight records that a generation left, or None. Reads the shared file system."""
     found = records_of_dead_ranks(attempt, generation)
     if not found:
         return None
@@ -69,7 +69,7 @@ _MOST_WAITING = 64
 
 
 def build_failure(judgement: HangJudgement, evidence: str) -> Failure:
-    """Return the failure that the incident causes. `evidence` is the bundle's path in the run folder."""
+    """Return the failure caused by the incident. `evidence` is the bundle's path in the run folder."""
     kind = FailureKind.DESYNC if judgement.kind is HangKind.DESYNC else FailureKind.HANG
     return Failure(
         kind=kind,
@@ -83,7 +83,7 @@ def build_failure(judgement: HangJudgement, evidence: str) -> Failure:
 
 
 def event_fields(incident: Incident, evidence: str, *, withdrawn: bool) -> dict[str, Any]:
-    """Return the event's fields. `withdrawn` means that the ranks continued while evidence was collected."""
+    """Return the event's fields. `withdrawn` means that the ranks moved again while evidence was being collected."""
     judgement = incident.judgement
     return {
         "name": incident.name,
@@ -120,14 +120,14 @@ def write_verdict(bundle: Path, incident: Incident, seen: list[RankSample], *, w
 
 
 _SETTLED = 0.5
-"""Seconds after the first failed exit; by then most others have followed and flight records are written."""
+"""Seconds to wait after the first failed exit; by then most others have followed and written flight records."""
 
 _PLACED = 3
-"""Maximum number of ranks whose mesh positions a reason includes."""
+"""Maximum number of ranks whose mesh positions are included in a reason."""
 
 
 class JobMonitor:
-    """Receiver of the agents' reports that decides when the current generation must fail."""
+    """Receives the agents' reports and decides when the current generation must fail."""
 
     def __init__(self, state: RunningAttempt) -> None:
         self._state, self._config, self._roster, self._events = state, state.config, state.roster, state.events
@@ -196,7 +196,7 @@ class JobMonitor:
             return slow_node or await self._find_hang()
         if now.dead_ranks_analysed or now.broken is not None:
             return None
-        # Once all ranks have exited, the next decision need not wait.
+        # Once all ranks have exited, the next decision does not have to wait.
         if len(now.ends) < self._config.cluster.world_size and time.monotonic() - now.first_failure < _SETTLED:
             return None
         now.dead_ranks_analysed = True
@@ -204,7 +204,7 @@ class JobMonitor:
         return await self._find_desync(ends) if is_needed(ends) else None
 
     def _find_slow_node(self) -> Failure | None:
-        """Return the failure of a slow node once all measurements have arrived or are overdue."""
+        """Return the failure caused by a slow node, once all measurements have arrived or are overdue."""
         benchmark, usual = self._benchmark, self._usual_speeds
         if benchmark is None or not benchmark.end_trial(time.monotonic()):
             return None

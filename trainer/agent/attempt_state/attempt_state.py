@@ -30,7 +30,7 @@ from trainer.protocol.run_dir import AttemptDir, RunDir
 
 @dataclass(kw_only=True)
 class GenerationState:
-    """State of one generation; times are seconds on the coordinator's monotonic clock."""
+    """State of one generation; times are in seconds on the coordinator's monotonic clock."""
 
     number: int = 0
     started: float = 0.0
@@ -153,7 +153,7 @@ class RunningAttempt:
 
     def restart_in_place(self, decision: Decision) -> None:
         """Prepare the next generation on the same nodes."""
-        # The decision covers only the failure that prompted it, not failures while ranks were being killed.
+        # The decision covers only the failure that prompted it, not one that occurred while ranks were being killed.
         if self.generation.broken is decision.failure:
             self.generation.broken = None
         self.history.restarts += decision.action is Action.RESTART and not self.generation.drill
@@ -208,7 +208,7 @@ class RunningAttempt:
     # -- decisions ---------------------------------------------------------------------------------------------------
 
     def situation(self, command: CommandPast | None) -> Situation:
-        """Return the input for `in_job_policy.decide`; `command` is the history of a user program."""
+        """Return the input for `in_job_policy.decide`; `command` is what is known about a user program."""
         now, generation, stop = time.monotonic(), self.generation, self.stopping.stop
         failed_at = generation.first_failure
         ran_for = (failed_at or now) - generation.started

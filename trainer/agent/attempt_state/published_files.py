@@ -107,7 +107,7 @@ class Outbox:
     """Time-limited file access for the coordinator, in threads that do not delay its exit."""
 
     def __init__(self, attempt: AttemptDir, *, heartbeat: float, outcome: float) -> None:
-        """`heartbeat` and `outcome` are the time limits in seconds for writing them."""
+        """`heartbeat` and `outcome` are the time limits, in seconds, for writing those files."""
         self._attempt, self._heartbeat_seconds, self._outcome_seconds = attempt, heartbeat, outcome
         self._publishing: asyncio.Future[None] | None = None
 

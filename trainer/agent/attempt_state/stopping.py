@@ -30,7 +30,7 @@ class Bounds:
 
 
 def parse_time(text: str) -> float | None:
-    """Return a limit in Slurm's notation as seconds, or None if it is unlimited."""
+    """Convert a time limit in Slurm's notation to seconds. Return None if it is unlimited."""
     text = text.strip()
     if not text or time_spans.is_no_limit(text):
         return None

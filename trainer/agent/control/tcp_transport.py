@@ -96,7 +96,7 @@ class Seal:
         return self._proof(line) + b" " + line
 
     def verify(self, line: bytes) -> bytes | None:
-        """Return the line without its proof, or None if the proof does not match the next line."""
+        """Return the line without its proof, or None if the proof is not that of the next line."""
         proof, space, text = line[: PROOF_BYTES - 1], line[PROOF_BYTES - 1 : PROOF_BYTES], line[PROOF_BYTES:]
         return text if space == b" " and hmac.compare_digest(proof, self._proof(text)) else None
 
@@ -137,7 +137,7 @@ def _key(token: str, *parts: str) -> bytes:
 LONGEST_LINE = 1 << 17
 """Maximum bytes of a message, including its proof."""
 WELCOME_SECONDS, GREETING_SECONDS = 10.0, 5.0
-"""Time limits for setting up a connection and for the greetings that are part of it."""
+"""Time limits for setting up a connection, and for the greetings alone."""
 _LARGEST_BACKLOG = 1 << 20
 _LARGEST_PILE = 2 * LONGEST_LINE
 _BURST, _A_SECOND = 2048.0, 512.0
@@ -222,7 +222,7 @@ class Peer(asyncio.Protocol, Generic[Sent, Received]):
         self._lines.extend(more)
 
     def _hold(self) -> None:
-        """Pause reading while received lines wait to be handled, to bound memory."""
+        """Pause reading while received lines are still to be handled, to limit memory use."""
         if not self._paused and self._pile > _LARGEST_PILE:
             self._paused = True
             self._transport.pause_reading()
@@ -319,7 +319,7 @@ CoordinatorPeer = Peer[FromAgent, ToAgent]
 
 
 def read(direction: Direction[Received], line: bytes | bytearray) -> Received:
-    """Return the message in one line. Raises WireError."""
+    """Return the message that a line holds. Raises WireError."""
     try:
         return direction.read(line)
     except MessageError as error:

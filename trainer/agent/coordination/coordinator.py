@@ -162,7 +162,7 @@ _LOOK_SECONDS, _SOON_SECONDS = 0.25, 0.05
 
 
 class Coordinator:
-    """Runs an attempt one generation at a time; its parts share one `RunningAttempt`."""
+    """Runs an attempt one generation at a time. Its parts share one `RunningAttempt`."""
 
     def __init__(self, state: RunningAttempt) -> None:
         self._state, self._host = state, ""

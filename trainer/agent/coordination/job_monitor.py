@@ -190,7 +190,7 @@ class JobMonitor:
         )  # fmt: skip
 
     async def check(self) -> Failure | None:
-        """Return a failure that no rank can report itself (hang, desync, slow node), or None."""
+        """Return a failure that no rank can report by itself (hang, desync, slow node), or None."""
         now, slow_node = self._state.generation, self._find_slow_node()
         if now.first_failure is None:
             return slow_node or await self._find_hang()
@@ -217,12 +217,12 @@ class JobMonitor:
         return slow
 
     async def _find_hang(self) -> Failure | None:
-        """Return the failure for a confirmed hang, once its evidence is collected."""
+        """Return the failure of a confirmed hang, once its evidence has been collected."""
         incident = self._hang_detector.look(time.monotonic())
         return None if incident is None else await self._conclude(incident)
 
     async def _find_desync(self, ends: Sequence[RankEnd]) -> Failure | None:
-        """Return the failure if ranks called different collectives but report only lost peers."""
+        """Return the failure of ranks that called different collectives but report only lost peers, or None."""
         world = self._config.cluster.world_size
         try:
             finding = await background_tasks.run_detached(
@@ -258,7 +258,7 @@ class JobMonitor:
             await background_tasks.run_detached(
                 lambda: write_verdict(bundle, incident, seen, withdrawn=withdrawn), self._state.timeouts.verdict
             )
-        except (OSError, TimeoutError) as error:  # the same disk may have caused the hang
+        except (OSError, TimeoutError) as error:  # the disk may also have caused the hang
             sys.stderr.write(f"orch-agent: cannot write {bundle}: {error!r}\n")
         path = str(bundle.relative_to(self._state.run_dir.path))
         self._events.write(EventKind.INCIDENT, **event_fields(incident, path, withdrawn=withdrawn))

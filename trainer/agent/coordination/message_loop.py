@@ -54,7 +54,7 @@ class NodeFailures:
             self._fail(FailureKind.AGENT_LOST, node, f"the agent of {member.name} is lost: {why}")
 
     def foreign(self, node: int, refused: AgentRefused) -> None:
-        """Record the refusal of an agent with a different protocol; its node can join only through another one."""
+        """Record the refusal of an agent with a different protocol; its node can join only through another agent."""
         reason = f"the agent of {refused.name}: {refused.reason}"
         self._state.events.write(EventKind.DECISION, action="refuse", reason=reason)
         if node in self._roster.members:

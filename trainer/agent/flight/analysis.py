@@ -140,7 +140,7 @@ _COMPARED: Mapping[Kind, Callable[[CollectiveEntry], object]] = {
     "desync_shape": lambda entry: entry.shape,
 }
 _WAYS = 4
-"""Maximum number of variants of a collective that a reason lists."""
+"""Maximum number of variants of a collective listed in a reason."""
 
 
 def desync(records: Records) -> Finding | None:
@@ -211,7 +211,7 @@ def _usual(
 
 
 def _is_shifted(records: Records, key: str, sequence: int, entered_as: Mapping[int, tuple[object, str]]) -> bool:
-    """Return whether one rank's calls from here on equal another rank's calls shifted by one."""
+    """Return whether one rank's calls from this one on match another rank's calls shifted by one."""
     calls = {
         tuple(
             str(entry) for entry in records.flights[rank].entries if entry.group == key and entry.sequence >= sequence
@@ -235,7 +235,7 @@ def find_crossed_groups(stalls: Sequence[Stall]) -> Finding | None:
         for rank in stall.inside:
             inside.setdefault(rank, []).append(stall)
     for stall in missed:
-        # A stall crossed with this one contains all its missing ranks, so checking the first is enough.
+        # A stall crossed with this one has all its missing ranks inside, so checking the first is enough.
         for other in inside.get(stall.missing[0], ()):
             here, there = set(stall.missing) & set(other.inside), set(other.missing) & set(stall.inside)
             if there and len(here) == len(stall.missing):
@@ -252,7 +252,7 @@ def find_crossed_groups(stalls: Sequence[Stall]) -> Finding | None:
 
 
 _FRONTS = 3
-"""Maximum number of stuck operations that a reason lists."""
+"""Maximum number of stuck operations listed in a reason."""
 
 
 def analyse(
@@ -274,7 +274,7 @@ def analyse(
     # An omitted message holds everything up, even if its sender now waits for something else.
     found |= {waits.hosts[rank]: "never_came" for rank in never_sent if rank in waits.hosts}
     explained = waits.reaching(found)
-    # Unless another rank delays them, ranks that wait for each other in two groups entered these in different orders.
+    # Unless another rank delays them, ranks waiting for each other in two groups entered these in different orders.
     rest = [place for node, place in enumerate(waits.places) if isinstance(place, Stall) and node not in explained]
     if (mutual := find_crossed_groups(rest)) is not None:
         return mutual

@@ -210,7 +210,7 @@ class CollectiveEntry:
 
     @property
     def shape(self) -> tuple[int, str]:
-        """Return the part that must match on all ranks; sizes with equal products match."""
+        """Return the part that must match on all ranks; sizes match if their products are equal."""
         return (self.elements, self.dtypes) if self.elements >= 0 else (-1, "")
 
     def __str__(self) -> str:
@@ -223,7 +223,7 @@ class Group:
 
     ranks: tuple[int, ...]  # empty: unknown
     entered: int  # last collective entered
-    completed: int  # last collective completed, including all before it
+    completed: int  # last collective completed, along with all before it
     description: str = ""
     on_gpu: bool = False  # an NCCL group
     sure: bool = False  # `completed` was read, not inferred from the start of the record

@@ -28,7 +28,7 @@ class Stall:
     sequence: int
     inside: tuple[int, ...]  # entered it and have not completed it
     late: tuple[int, ...] = ()  # never entered it
-    queued: tuple[int, ...] = ()  # called it, but their GPUs have not begun it and others' have
+    queued: tuple[int, ...] = ()  # called it, but their GPUs have not begun it, although others' have
     silent: tuple[int, ...] = ()  # did not answer
     unknown: tuple[int, ...] = ()  # have no record and are not in `silent`
     entry: CollectiveEntry | None = None  # as seen by one of the ranks inside
@@ -186,7 +186,7 @@ class Finding:
     reason: str
     queued: bool = False  # the culprits have called it, but their GPUs have not reached it
     culprits: tuple[BlockingRank, ...] = ()  # one entry per root
-    chain: str = ""  # path from the end of the longest wait chain to its root
+    chain: str = ""  # from the end of the longest wait chain to its root
 
     @property
     def on_host(self) -> bool:
@@ -234,7 +234,7 @@ class MessageChannel:
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """A rank whose program has not called the operation that others wait for, or whose GPU has stopped."""
+    """A rank whose program has not called an operation that others wait for, or whose GPU has stopped."""
 
     rank: int
     on_gpu: bool
@@ -299,7 +299,7 @@ class WaitGraph:
         return before
 
     def reaching(self, roots: Iterable[Node]) -> dict[Node, Node | None]:
-        """Return all nodes that wait for one of `roots`, directly or indirectly, as `find_reachable` does."""
+        """Return all nodes that wait for one of `roots`, directly or indirectly, in the form `find_reachable` uses."""
         return find_reachable(self.before(), roots)
 
 
@@ -403,7 +403,7 @@ def _is_on_host(place: Place) -> bool:
 
 
 def _before(stream: Sequence[_Item], at: int) -> list[Node]:
-    """Return the nodes just before this position, back to the first one that `holds`, which covers the rest."""
+    """Return the nodes just before this position, back to the first item that `holds`, which stands for the rest."""
     found = []
     for item in reversed(stream[:at]):
         found.append(item.node)

@@ -156,7 +156,7 @@ class ForkServerLink:
         # When its socket closes, it kills its remaining ranks and exits.
         self._lost = True
         self._close()
-        if not self._listening:  # still importing, has no ranks
+        if not self._listening:  # it is still importing and has no ranks
             self._process.kill()
         for _ in range(250):
             if self._process.poll() is not None:

@@ -67,7 +67,7 @@ def is_loading_error(error: str, lines: Sequence[str], checkpoint: str, *, raise
 
 
 def _causes(lines: Sequence[str]) -> list[str]:
-    """Return the messages of the exceptions that led to the last exception: its causes, or exceptions being handled."""
+    """Return the messages of the exceptions that led to the last one: its causes, or exceptions being handled."""
     lines = [RANK_PREFIX.sub("", line) for line in lines]
     chained = [at for at, line in enumerate(lines) if _CHAINED.match(line)]
     return [lines[at - 1] for at in chained if at]
@@ -122,7 +122,7 @@ class NewestCheckpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class CommandPast:
-    """Information about the program other than the exits of its ranks."""
+    """What is known about the program, apart from its ranks' exits."""
 
     failures: tuple[CommandFailure, ...] = ()  # consecutive failures of earlier generations, oldest first
     newest: NewestCheckpoint | None = None
@@ -171,7 +171,7 @@ def command_cause(ends: Sequence[RankEnd], past: CommandPast, seconds: float) ->
     limited = has_meaning(_error_text(root), Meaning.NO_PROCESSES)
     outside = limited or is_outside(_error_text(root))
     own = early is not None or (raised and not outside)
-    if cause.known_failure.kind is FailureKind.EXCEPTION:  # most programs turn every failure into one
+    if cause.known_failure.kind is FailureKind.EXCEPTION:  # most programs report every failure this way
         failure = replace(failure, kind=FailureKind.UNKNOWN)
     if limited and LIMITS not in failure.reason:
         failure = replace(failure, reason=f"{failure.reason}; {LIMITS}")
@@ -213,7 +213,7 @@ def judge(row: Sequence[CommandFailure], past: CommandPast) -> CommandJudgement:
     if reason := _why_set_aside(row, past):
         return CommandJudgement(final=False, reason=f", {_span(last.seconds)} after its start", set_aside=reason)
     tries = _tries(row, past)
-    # A program that made progress works; the same failure may have any cause.
+    # A program that has made progress works, so a repeated failure may have any cause.
     if last.saved:
         return CommandJudgement(final=False, reason=", after it had saved a checkpoint of its own")
     if last.seconds > LONGEST_SECONDS or last.crashed:

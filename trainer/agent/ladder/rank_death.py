@@ -62,7 +62,7 @@ def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "", r
     # Nothing has worked yet, so retrying is unlikely to help.
     if own_exception and not trained:
         retry, what = False, f"{what}, before the first step"
-    # A deterministic bug recurs at the same place.
+    # A deterministic bug recurs at the same step.
     elif own_exception and mark == last_mark:
         retry, what = False, f"{what}, for the second time at step {root.step}"
     # An error that is not retried counts as recurring.

@@ -266,7 +266,7 @@ class Roster:
         return moves, reason
 
     def is_needed(self, node: int) -> bool:
-        """Return whether the job cannot continue unchanged without this node."""
+        """Return whether losing this node keeps the job from continuing unchanged."""
         return node in self.node_ranks.values() if self._assigned else not self.could_train()
 
     def find_node(self, name: str | None) -> int | None:
@@ -324,7 +324,7 @@ class Roster:
             member.peer.send(message)
 
     def start_generation(self, start: StartGeneration) -> None:
-        """Order every training node to start its ranks, with its node rank."""
+        """Order every training node to start its ranks, and tell it its node rank."""
         self._moved = time.monotonic()
         for node_rank, node in self.node_ranks.items():
             if not self.members[node].lost:

@@ -54,7 +54,7 @@ def kill_group(group: int, number: int = signal.SIGKILL) -> bool:
         os.killpg(group, number)
     except ProcessLookupError:
         return False
-    except PermissionError:  # a member has changed its user: it exists but cannot be killed
+    except PermissionError:  # a member now runs as another user: it exists but cannot be killed
         return True
     return True
 
@@ -241,7 +241,7 @@ def _descriptors(folder: Path) -> dict[str, str]:
     for name in names[:_THREADS]:
         try:
             found[name] = os.readlink(folder / name)
-        except OSError:  # closed meanwhile
+        except OSError:  # closed in the meantime
             continue
     return found
 
@@ -275,7 +275,7 @@ class OomKills:
         self._pids: set[int] = set()
 
     def words(self, pid: int | None) -> str:
-        """Describe the kernel's kill of this process, and the limit. Return "" if there is no evidence of a kill."""
+        """Describe how the kernel killed this process, and the limit. Return "" if there is no evidence of a kill."""
         if self._log is not None:
             self._pids.update(_new_pids(self._log))
             killed = pid in self._pids

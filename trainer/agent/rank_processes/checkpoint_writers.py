@@ -51,7 +51,7 @@ class CheckpointWriter:
     @contextlib.contextmanager
     def connection(self) -> Iterator[list[int]]:
         """Yield descriptors for this generation's rank (the memory and its end of a new connection), then close them.
-        The connection of an earlier generation is ended. Yield no descriptors if no writer is available; ranks then
+        Any connection from an earlier generation ends. Yield no descriptors if no writer is available; ranks then
         create their own.
         """
         theirs = self._connect_or_restart()

@@ -68,7 +68,7 @@ class LocalRank:
         return message
 
     def read_progress(self) -> Progress:
-        """Return the newest consistent reading. Ignore a torn reading, left by a rank that died while writing."""
+        """Return the newest consistent reading. A torn one, left by a rank that died while writing, is ignored."""
         reading = self.cell.read()
         if reading is not None:
             self.last = reading
@@ -94,7 +94,7 @@ class LocalRanks:
             self.by_rank[rank] = LocalRank(rank=rank, cell=cell, control=ours, theirs=theirs, stacks=stacks)
 
     def memory_kill(self, rank: int, number: int | None) -> str:
-        """Describe the kernel's out-of-memory kill of this rank. Return "" if there was none."""
+        """Describe how the kernel killed this rank for lack of memory. Return "" if it did not."""
         return self.oom_kills.words(self.by_rank[rank].pid) if number == signal.SIGKILL else ""
 
     def ask(self, reason: StopReason, deadline: float) -> None:
@@ -147,7 +147,7 @@ class LocalRanks:
         )
 
     def kill_directly(self) -> None:
-        """Kill ranks whose fork server is gone; this process has adopted them, in their own process groups."""
+        """Kill ranks whose fork server is gone. This process has adopted them; each has its own process group."""
         for local in self.by_rank.values():
             if local.pid is not None and not local.gone:
                 kill_group(local.pid, signal.SIGKILL)

@@ -84,7 +84,7 @@ def _begins(name: str, prefix: str, step: int) -> bool:
 
 
 def _form(name: str, step: int) -> str:
-    """Return the name without its first number if that is the step, or else ""."""
+    """Return the name without its first number, provided that this is the step; otherwise ""."""
     first = _NUMBER.search(name)
     if first is None or parse_digits(first[0]) != step:
         return ""
@@ -159,7 +159,7 @@ def record_earlier(folder: Path, config: CommandCheckpointsConfig) -> Stamps:
 def leave_out_earlier(
     folder: Path, there: Mapping[str, str], config: CommandCheckpointsConfig, earlier: Stamps
 ) -> tuple[dict[str, str], set[str]]:
-    """Return the entries except earlier checkpoints above the run's newest one, and the names of all earlier ones.
+    """Return all entries except earlier checkpoints above the run's newest one, and the names of all earlier ones.
     A checkpoint that has changed since the first start is the run's own. Raises OSError.
     """
     steps = {name: step for name in there if (step := config.parse_step(name)) is not None}
@@ -340,7 +340,7 @@ def _state(file: Path) -> tuple[int, int] | None:
 
 def _list_folder(folder: Path) -> tuple[list[Path], bool]:
     """Return the files and symbolic links in a folder, and whether there are more than the limits allow.
-    Raises OSError for an unreadable folder, which may not be empty.
+    Raises OSError for an unreadable folder, since it may not be empty.
     """
 
     def refuse(error: OSError) -> None:

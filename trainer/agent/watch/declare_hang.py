@@ -62,7 +62,7 @@ AHEAD = 3.0
 """How many seconds before a limit expires to request records again, if they would be too old by then."""
 
 _MAX_ROOTS = 8
-"""Maximum number of roots that a reason lists."""
+"""Maximum number of roots listed in a reason."""
 _NO_GAPS: Gaps = {}
 
 
@@ -269,7 +269,9 @@ class _FlightQuery:
         return not self.waits or now - self.asked >= self.seconds
 
     def age(self, now: float) -> float:
-        """Return the answers' age, less the extra time for many nodes, or early answers would be stale too soon."""
+        """Return the answers' age, less the extra time for many nodes.
+        Without that, early answers would be stale too soon.
+        """
         return max(0.0, now - self.asked - (self.seconds - _ANSWER_SECONDS))
 
 
@@ -303,7 +305,7 @@ class HangDetector:
         self._serial = self._incidents = 0
         calm, close = calm_seconds(len(roster.members)), report_seconds(len(roster.members))
         self._report_gaps = ReportGaps(max(LONGEST, 3 * calm), max(LONGEST, 3 * close))
-        self._sparse, self._attended = calm > close, float("-inf")  # the latter: last request for more reports
+        self._sparse, self._attended = calm > close, float("-inf")  # _attended: last request for more reports
         self._halted: dict[int, float] = {}  # since when a rank's process has been seen halted
         self.incident: Incident | None = None
 

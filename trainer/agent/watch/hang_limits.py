@@ -23,7 +23,7 @@ _WAITS = (*RECEIVES, *AWAITED_SENDS, Activity.WAIT_IN_RING)
 
 @dataclass(frozen=True, slots=True)
 class RankSample:
-    """State of one rank when its agent sampled it."""
+    """State of one rank at the time its agent sampled it."""
 
     rank: int
     step: int = 0
@@ -178,7 +178,7 @@ _KEPT = 32
 """Maximum number of silences kept per node."""
 
 Gaps = Mapping[str, Sequence[tuple[float, float]]]
-"""Silences by node, each as the seconds since it began and since it ended (0 while it lasts)."""
+"""Silences by node; each is (seconds since it began, seconds since it ended or 0 while it lasts)."""
 
 
 class ReportGaps:

@@ -250,7 +250,7 @@ class Agent:
         except (OSError, ValueError, TypeError) as error:
             raise LaunchRefused(f"cannot read the run's configuration: {error}") from error
         if token.config_digest not in ("", digest):
-            raise LaunchRefused(f"{path} was edited: use `orch resume {self._run.name} KEY=VALUE`")
+            raise LaunchRefused(f"{path} was edited: type `orch resume {self._run.name} KEY=VALUE`")
         if config.cluster.all_nodes != identity.nodes:
             raise LaunchRefused(
                 f"the job has {identity.nodes} node(s), the run is configured for {config.cluster.all_nodes}"

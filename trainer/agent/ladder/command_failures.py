@@ -137,7 +137,7 @@ class CommandPast:
     doubtful: bool = False  # a checkpoint in `aside` has no sign of damage
     unmovable: str = ""  # reason why no checkpoint may be moved away; empty: allowed
     unmatched: str = ""  # names in `checkpoints.path` if `checkpoints.pattern` matches none of them
-    disk: str = ""  # why the run's folder was not writable when a rank had failed; empty: it was
+    disk: str = ""  # why the run's folder was not writable after a rank had failed; empty if it was
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,7 +346,7 @@ def _is_checkpoint_fault(root: RankEnd, past: CommandPast, row: Sequence[Command
     """Return whether the loaded data, not the code, must be fixed."""
     if _is_torn(past) and past.older:
         return True
-    # Two undamaged checkpoints fail with the same error, which complete files cause too: the code or a library changed.
+    # If two undamaged checkpoints cause the same error, and it is one of complete files, the code or a library changed.
     whole = past.newest is not None and not past.newest.damage and past.doubtful
     if whole and same_without(row) and has_meaning(_error_text(root), Meaning.MISFIT):
         return False

@@ -1,6 +1,6 @@
 """The agent: entry point on every node.
 Runs as `python -P -u -m trainer.agent.main RUN_DIR SUBMISSION`. A payload is a pickle, so its author can run code as
-the user. It is therefore read through the descriptor of a run directory owned by the user, not by name.
+the user. So it is read through the descriptor of a run directory that the user owns, not by name.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ BEAT_SECONDS = 0.5
 
 
 class WatchdogClient:
-    """Watchdog process and its heartbeat. It must be created in the event loop, and exits with this process."""
+    """The watchdog process and its heartbeat. It must be created in the event loop, and exits with this process."""
 
     def __init__(self, *, seconds: float, report: Path, node: int, name: str) -> None:
         theirs, self._ours = os.pipe()
@@ -75,7 +75,7 @@ class WatchdogClient:
 
     async def _beat(self) -> None:
         while True:
-            # A watchdog that does not read is suspended or gone; neither may end this agent.
+            # A watchdog that does not read is suspended or gone, which must not end this agent.
             with suppress(BlockingIOError, BrokenPipeError):
                 os.write(self._ours, b".")
             await asyncio.sleep(BEAT_SECONDS)
@@ -92,7 +92,7 @@ _WRITABLE_BY_OTHERS = 0o022
 
 
 def main(arguments: list[str]) -> int:
-    """Run the payload if it may be loaded; an agent ends the process itself."""
+    """Run the payload if it may be loaded. An agent ends the process itself."""
     os.umask(os.umask(0o077) | _WRITABLE_BY_OTHERS)  # a site's 0002 would let the group write to new files
     run_dir, submission = map(Path, arguments)
     try:
@@ -138,7 +138,7 @@ _STDERR_SECONDS = 1.0
 
 class NonBlockingEventLog(EventLog):
     """Event log that reports failures on stderr without ending anything, and tolerates a hung file system.
-    An event's time and number come from the call, not from the moment the line is written.
+    An event's time and number are set by the call, not when the line is written.
     """
 
     def __init__(self, path: Path, source: str, attempt: int) -> None:
@@ -157,9 +157,9 @@ def _lost_event(line: str, why: str) -> None:
 
 
 def run_agent(run_dir: str, attempt: str) -> NoReturn:
-    """Run this node's agent, and on node 0 the coordinator, for one attempt; ends the process with its exit code.
-    Leaves by `os._exit`: submitit would otherwise write its own result file and could change the exit code to 1, and a
-    thread waiting for a hung file system would keep the interpreter from exiting.
+    """Run this node's agent, and on node 0 the coordinator, for one attempt, and end the process with its exit code.
+    It exits through `os._exit`: otherwise submitit would write its own result file and could change the exit code to 1,
+    and a thread waiting for a hung file system would keep the interpreter from exiting.
     """
     code: int = ExitCode.RETRY
     # Not asyncio.run, which closes the loop: that waits for every thread, and one may hang on a file system.
@@ -167,10 +167,10 @@ def run_agent(run_dir: str, attempt: str) -> NoReturn:
     early: list[int] = []
     agent: Agent | None = None
     try:
-        # First of all: submitit's handlers would requeue the job on their own.
+        # This comes first, since submitit's handlers would requeue the job on their own.
         for number in STEP_SIGNALS:
             signal.signal(number, lambda received, _: early.append(received))
-        signal.signal(signal.SIGCONT, signal.SIG_DFL)  # by default it continues the process without other effects
+        signal.signal(signal.SIGCONT, signal.SIG_DFL)  # the default only continues the process
         # The title must not overwrite the environment, which identifies the processes of a job.
         os.environ.setdefault("SPT_NOENV", "1")
         setproctitle("orch-agent")
@@ -286,7 +286,7 @@ class Agent:
             self._node.fail(error)
 
     def _follow_job(self, identity: NodeIdentity) -> None:
-        """Watch the local job's process (submitit's): if it is gone, so is the job, and nothing else notices."""
+        """Watch the local job's process (submitit's): if it is gone, so is the job, and nothing else would notice."""
         if not traits(identity.kind).simulated_nodes:
             return
         handle = os.pidfd_open(int(identity.job_id.partition("-")[0]))
@@ -300,7 +300,7 @@ class Agent:
 
     def _refuse(self, identity: NodeIdentity, reason: str) -> int:
         sys.stderr.write(f"orch-agent: refuses to train: {reason}\n")
-        # A file name of its own, since the attempt's agents may belong to another job.
+        # This file has its own name, since the attempt's agents may belong to another job.
         source = f"refused-{identity.job_id}-{identity.node:04d}"
         self._log(source).write(EventKind.DECISION, action="refuse", reason=reason)
         return ExitCode.NEVER_RETRY
@@ -356,7 +356,7 @@ class Agent:
         return asyncio.get_running_loop().create_task(coordinator.run())
 
     async def _join(self, identity: NodeIdentity) -> CoordinatorPeer:
-        """Connect to the coordinator, retrying until file system and network make it reachable."""
+        """Connect to the coordinator, retrying until the file system and the network make it reachable."""
         give_up, place = time.monotonic() + _CONNECT_SECONDS, self._attempt
         address_file = RepeatedRead(lambda: read_json(place.coordinator), place.coordinator)
         outcome_file = RepeatedRead(lambda: place.outcome.exists(), place.outcome)
@@ -385,9 +385,9 @@ class Agent:
 
 
 def copy_stderr_to_log(descriptor: int) -> list[WriteBehind]:
-    """Copy stderr into the agent's log as well, since submitit's files are not for users.
-    Both are in the run directory, whose file system may hang, so both are written in the background. Submitit's file
-    is never rotated and gets only the first messages.
+    """Copy stderr to the agent's log as well, since submitit's files are not meant for users.
+    Both are in the run directory, whose file system may hang, so both are written in the background. Submitit's file is
+    never rotated, so it gets only the first messages.
     """
     stderr = sys.stderr
     left = LogsConfig().max_bytes
@@ -408,11 +408,11 @@ def copy_stderr_to_log(descriptor: int) -> list[WriteBehind]:
 
 
 def _drop_lost_stderr(text: str, why: str) -> None:
-    """Do nothing; there is nowhere left to report it."""
+    """Do nothing: there is nowhere left to report the loss."""
 
 
 class _TeeStderr:
-    """Replacement for stderr; if one log cannot be written, the other still is."""
+    """Replacement for stderr that writes to two logs; if one cannot be written, the other still is."""
 
     def __init__(self, fileno: Callable[[], int], both: Sequence[WriteBehind]) -> None:
         self.fileno, self._both = fileno, both

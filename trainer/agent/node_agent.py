@@ -1,4 +1,4 @@
-"""Agent of one node: owns the fork server and the ranks, and reports their state to the coordinator."""
+"""The agent of one node: owns the fork server and the ranks, and reports their state to the coordinator."""
 
 import asyncio
 import signal
@@ -48,7 +48,7 @@ _LOOK_SECONDS, _MAX_STARTUP_FAILURES = 0.1, 3
 
 
 class NodeAgent:
-    """Connection between the coordinator and the processes of this node."""
+    """Connects the coordinator to the processes of this node."""
 
     def __init__(
         self, *, run: RunDir, attempt: AttemptDir, config: JobConfig, identity: NodeIdentity, events: EventLog,
@@ -73,7 +73,7 @@ class NodeAgent:
         self._evidence: EvidenceCollector
 
     async def serve(self, peer: CoordinatorPeer) -> int:
-        """Work until the coordinator ends the attempt or is lost, and return the agent's exit code."""
+        """Serve until the coordinator ends the attempt or is lost, and return the agent's exit code."""
         self._peer = peer
         self._evidence = EvidenceCollector(self._attempt, self._node.node, self._sockets)
         self._launcher = RankLauncher(
@@ -82,7 +82,7 @@ class NodeAgent:
         for number in self._early:
             self.on_signal(number)
         try:
-            # Concurrent with listening: a silent agent counts as lost, and a driver or file system may delay preflight
+            # These run while listening: a silent agent counts as lost, and a driver or file system may delay preflight
             # longer.
             self._tasks.spawn(self._report_progress())
             self._tasks.spawn(self._run_preflight())
@@ -95,14 +95,14 @@ class NodeAgent:
             await self._shut_down()
 
     def fail(self, error: BaseException) -> None:
-        """Report an exception in this agent, once. Without one of its tasks, an agent would only appear alive."""
+        """Report an exception in this agent, once. An agent without one of its tasks would only seem alive."""
         if not self._failed:
             self._failed = True
             reason = f"the agent of {self._node.name} failed: {describe_error(error)}"
             self._peer.send(agents.AgentFailed(reason=reason))
 
     async def _run_preflight(self) -> None:
-        """Report the faults of this node; without any, start its fork server."""
+        """Report this node's faults or, if it has none, start its fork server."""
         folder = self._run.path
         faults = await background_tasks.start_detached(lambda: preflight.examine(folder, self._config))
         ahead = await background_tasks.start_detached(lambda: preflight.ahead_of_files(folder))
@@ -115,7 +115,7 @@ class NodeAgent:
             self._start_fork_server()
 
     def on_signal(self, number: int) -> None:
-        """Forward a signal from Slurm or a person to the coordinator, which decides its meaning."""
+        """Forward a signal from Slurm or a person to the coordinator, which decides what it means."""
         if hasattr(self, "_peer"):
             self._peer.send(agents.SignalReceived(name=signal_name(number)))
         else:
@@ -186,7 +186,7 @@ class NodeAgent:
         )
 
     def _take_node_rank(self, node_rank: int) -> None:
-        """Take this node rank and start its writers before step 1. A user's own script needs no writers."""
+        """Take this node rank and start its writers before step 1. A user's own program needs no writers."""
         if self._node_rank == node_rank:
             return
         self._node_rank = node_rank
@@ -258,7 +258,7 @@ class NodeAgent:
         writer = self._writers.writer_pid if self._writers is not None else no_writer
         self._sampler = Sampler(ranks, self._node.name, writer)
         if self._link is None or self._link.lost:
-            # It died while the other nodes were ready; its replacement belongs to the next generation.
+            # It died after the other nodes were ready; its replacement is for the next generation.
             ranks.mark_never_started()
             self._peer.send(agents.ForkServerDied(generation=start.generation, reason="before its ranks were started"))
             return
@@ -304,7 +304,7 @@ class NodeAgent:
         asyncio.get_running_loop().add_reader(handle, self._on_pid_dead, self._ranks, local)
 
     def _on_pid_dead(self, ranks: LocalRanks, local: LocalRank) -> None:
-        """Await the exit report of a rank that the kernel reports dead, and kill a fork server that sends none."""
+        """Await the exit report of a rank that the kernel reports as dead, and kill a fork server that sends none."""
         assert local.handle is not None
         asyncio.get_running_loop().remove_reader(local.handle)
 
@@ -329,7 +329,7 @@ class NodeAgent:
     async def _report_end(
         self, ranks: LocalRanks, local: LocalRank, end: RankEnd, before: asyncio.Task[None] | None
     ) -> None:  # fmt: skip
-        """Complete and report a rank's end, after the reports of earlier exits: the first exit matters most."""
+        """Complete and report a rank's end, but report earlier exits first, since the first one matters most."""
         command = bool(self._config.command)
         end = await complete_end(self._attempt, end, local.reported_end, command=command, logs=self._logs)
         await _finish(before)
@@ -339,7 +339,7 @@ class NodeAgent:
             self._send_gone(ranks)
 
     def _gone(self, rank: int) -> None:
-        """Record that neither this rank nor any of its children is left."""
+        """Record that this rank and all of its children are gone."""
         assert self._ranks is not None
         self._ranks.by_rank[rank].gone = True
         self._send_gone(self._ranks)
@@ -392,7 +392,7 @@ class NodeAgent:
     # -- reporting ---------------------------------------------------------------------------------------------------
 
     async def _report_progress(self) -> None:
-        """Check ten times a second and report when due, and immediately after the first step of a generation."""
+        """Check ten times a second whether a report is due, and report immediately after a generation's first step."""
         reported = 0
         while True:
             await asyncio.sleep(_LOOK_SECONDS)

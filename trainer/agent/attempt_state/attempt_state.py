@@ -30,14 +30,14 @@ from trainer.protocol.run_dir import AttemptDir, RunDir
 
 @dataclass(kw_only=True)
 class GenerationState:
-    """State of one generation; times are seconds on the coordinator's monotonic clock."""
+    """State of one generation; times are in seconds on the coordinator's monotonic clock."""
 
     number: int = 0
     started: float = 0.0
     ends: dict[int, RankEnd] = field(default_factory=dict)
     first_failure: float | None = None
     broken: Failure | None = None  # failure other than a rank's exit
-    dead_ranks_analysed: bool = False  # the flight records of its dead ranks were read
+    dead_ranks_analysed: bool = False  # the flight records of its dead ranks have been read
     restored: int = 0  # step of the checkpoint it started from; 0 if none
     stop_announced: float = 0.0  # announced stop time, on the coordinator's clock
     drill: str = ""  # kind of the newest requested drill that ends this generation
@@ -52,8 +52,8 @@ class GenerationState:
         self.drill = self.drill if kind in HARMLESS else kind
 
     def fail(self, failure: Failure, now: float) -> None:
-        """Record a failure other than a rank's exit. The first is kept unless a restart cannot fix a later one."""
-        # Ranks that wait for a dead peer do not move either; the peer's exit is the better evidence.
+        """Record a failure other than a rank's exit. The first one is kept, unless no restart fixes the later one."""
+        # Ranks waiting for a dead peer do not move either; the peer's exit is better evidence.
         if failure.kind is FailureKind.HANG and any(not end.good for end in self.ends.values()):
             return
         worse = (
@@ -74,15 +74,15 @@ class Timeouts:
     preflight: float = 120.0
     """Wait for all agents to report their preflight."""
     ready: float = 1800.0
-    """Wait for all fork servers to start. Importing torch from a busy parallel file system takes minutes at worst."""
+    """Wait for all fork servers to start. Importing torch from a busy parallel file system can take minutes."""
     more_nodes: float = 10.0
     """Wait for more nodes to join or pass preflight, once the job has as many as it needs."""
     kill: float = 60.0
     """Wait for the ranks of a failed generation to exit."""
     rejoin: float = 5.0
-    """Wait for the return of an agent that disconnected before its first message, for example because of a timeout."""
+    """Wait for an agent to return if it disconnected before its first message, for example after a timeout."""
     verdict: float = 5.0
-    """Limit for writing a verdict or reading records of dead ranks. A hung file system delays the kill this long."""
+    """Limit for writing a verdict or reading records of dead ranks. A hung file system delays the kill by this long."""
     heartbeat: float = 5.0
     """Limit for writing a heartbeat; the next one is due a second later."""
     outcome: float = 10.0
@@ -164,7 +164,7 @@ class RunningAttempt:
         self.generation.fail(failure, time.monotonic())
 
     def with_drill(self, failure: Failure | None) -> Failure | None:
-        """Return the failure, marked with this generation's drill if a drill caused it."""
+        """Return the failure, marked with this generation's drill if that drill caused it."""
         if failure is None:
             return None
         place = (self.attempt_dir.number, self.generation.number)
@@ -199,7 +199,7 @@ class RunningAttempt:
         return stop is not None
 
     def announce_stop(self, now: float) -> None:
-        """Announce the expected time of a stop, so that ranks start no save shortly before the final one."""
+        """Announce the expected time of a stop, so that ranks do not start another save just before the final one."""
         at = self.stopping.earliest_stop
         if at is not None and self.generation.number and abs(at - self.generation.stop_announced) > 1.0:
             self.generation.stop_announced = at
@@ -208,7 +208,7 @@ class RunningAttempt:
     # -- decisions ---------------------------------------------------------------------------------------------------
 
     def situation(self, command: CommandPast | None) -> Situation:
-        """Return the input for `in_job_policy.decide`; `command` is the history of a user program."""
+        """Return the input for `in_job_policy.decide`; `command` is what is known about a user program."""
         now, generation, stop = time.monotonic(), self.generation, self.stopping.stop
         failed_at = generation.first_failure
         ran_for = (failed_at or now) - generation.started

@@ -16,15 +16,15 @@ from trainer.protocol.rank_readings import RankReading, RankReadings
 from trainer.protocol.run_dir import AttemptDir
 
 MOST = 64
-"""Maximum number of ranks listed. A larger job lists its slow ranks and the ranks that have been still for longest."""
+"""Maximum number of ranks listed. A larger job lists its slow ranks and those that have not moved for longest."""
 
 
 def rank_readings(
     seen: Sequence[RankSample], *, world: int, time: float, generation: int, p99: Mapping[str, float],
     ratios: Mapping[int, float], command: bool = False,
 ) -> RankReadings:  # fmt: skip
-    """Return one reading of the sampled ranks. `ratios` holds the ranks whose own work takes longer than their peers'.
-    `command` is true for a user program, whose step, phase and last sign of life are unknown.
+    """Return one reading of the sampled ranks. `ratios` has an entry for each rank whose own work takes longer than its
+    peers'. `command` is true for a user program, whose step, phase and last sign of life are unknown.
     """
     ranks = tuple(
         RankReading(
@@ -56,7 +56,7 @@ class AttemptProgress:
 
     def note_saves(self, rank: int, trouble: str, size: int) -> None:
         """Record a rank's report that saves of `size` bytes fail.
-        Rank 0 commits for all ranks, so its success clears every report.
+        Rank 0 commits for all ranks, so if it succeeds, all reports are cleared.
         """
         self.unsaved_bytes = size or self.unsaved_bytes
         if rank == 0:
@@ -104,10 +104,10 @@ Reading = tuple[Heartbeat, RankReadings | None]
 
 
 class Outbox:
-    """Time-limited file access for the coordinator. Runs in threads that do not delay the exit."""
+    """Time-limited file access for the coordinator, in threads that do not delay its exit."""
 
     def __init__(self, attempt: AttemptDir, *, heartbeat: float, outcome: float) -> None:
-        """`heartbeat` and `outcome` are the time limits in seconds for writing them."""
+        """`heartbeat` and `outcome` are the time limits, in seconds, for writing those files."""
         self._attempt, self._heartbeat_seconds, self._outcome_seconds = attempt, heartbeat, outcome
         self._publishing: asyncio.Future[None] | None = None
 
@@ -121,7 +121,7 @@ class Outbox:
         await run_detached(write, ADDRESS_SECONDS)
 
     async def publish_status(self, reading: Callable[[], Reading]) -> None:
-        """Replace heartbeat.json and ranks.json; skipped while an earlier write is in progress.
+        """Replace heartbeat.json and ranks.json, unless an earlier write is still in progress.
         Two writes never overlap: if the older write finished last, its stale content would remain.
         """
         give_up = time.monotonic() + self._heartbeat_seconds
@@ -143,7 +143,7 @@ class Outbox:
 
     def _raise_bugs(self) -> None:
         """Re-raise errors other than OSError.
-        A full disk must not end a healthy run; its heartbeat goes stale, which is detected.
+        A full disk must not end a healthy run; the stale heartbeat will reveal the problem.
         """
         if self._publishing is not None and self._publishing.done():
             error = self._publishing.exception()

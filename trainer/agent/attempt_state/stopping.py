@@ -12,11 +12,11 @@ from trainer.protocol.rank_progress.progress import StopReason
 PRESSING = ("SIGTERM", "SIGINT")
 """Signals soon followed by SIGKILL."""
 WARNINGS = ("SIGUSR1", "SIGUSR2")
-"""Signals sent before a job ends: orch requests USR2 from Slurm; sites, submitit and Lightning use USR1."""
+"""Signals sent before a job ends: orch asks Slurm for USR2; sites, submitit and Lightning use USR1."""
 
 _BEGINS_LATE = 600.0
 _LATE_SHARE = 0.05
-"""Maximum share of the job's duration lost to a clock that runs ahead."""
+"""Maximum share of the job's duration that a fast clock may cost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Bounds:
 
 
 def parse_time(text: str) -> float | None:
-    """Return a limit in Slurm's notation as seconds, or None if it is unlimited."""
+    """Convert a time limit in Slurm's notation to seconds. Return None if it is unlimited."""
     text = text.strip()
     if not text or time_spans.is_no_limit(text):
         return None
@@ -59,7 +59,7 @@ def classify_signal(signal_name: str, *, kind: str, left: float | None, lead_sec
 
 
 def bound(signal_name: str, reason: StopReason, *, now: float, end: float | None, bounds: Bounds) -> float:
-    """Return when the ranks must be done. `end` is the job's end; both are on the clock of `now`."""
+    """Return when the ranks must be done. `end` is the job's end; both are on the same clock as `now`."""
     last = None if end is None else end - bounds.margin
     if signal_name in PRESSING:
         wish = now + bounds.term
@@ -96,9 +96,9 @@ class Stopping:
         self.stop: Stop | None = None
 
     def correct(self, end: float, lasts: float | None = None) -> float:
-        """Set the job's end from the scheduler, converted with this node's time of day, and return the end used.
-        `lasts` is the job's duration in seconds on the scheduler's clock. A node's time of day may be off
-        by hours, so it is trusted only within the possible delay of the coordinator's start.
+        """Set the job's end as reported by the scheduler and converted by this node's time of day. Return the end used.
+        `lasts` is the job's duration in seconds on the scheduler's clock. A node's time of day may be off by hours, so
+        the result is limited to what a late start of the coordinator could explain.
         """
         if lasts is not None:
             latest = self._started + lasts
@@ -123,7 +123,7 @@ class Stopping:
     @property
     def stop_time(self) -> float | None:
         """Return when to ask the ranks to save and stop: early enough for the slowest save seen.
-        None if no end is known. At least half of a short job remains for training, however long saves take.
+        Return None if no end is known. At least half of a short job remains for training, however long saves take.
         """
         if self.end is None:
             return None
@@ -134,7 +134,7 @@ class Stopping:
 
     @property
     def earliest_stop(self) -> float | None:
-        """Return the earliest time of a stop; Slurm may send its signal early."""
+        """Return the earliest time at which a stop may come; Slurm may send its signal early."""
         at = self.stop_time
         return None if self.end is None or at is None else min(at, self.end - self._lead - self._early)
 
@@ -149,19 +149,19 @@ class Stopping:
         return float("inf") if self.stop is None else max(0.0, self.stop.until - now)
 
     def extend_for_new_ranks(self, now: float) -> None:
-        """Extend a pending stop for newly started ranks, as if it were requested now."""
+        """Extend a pending stop's deadline for newly started ranks, as if the stop were requested now."""
         if self.stop is not None:
             self._put_off(self.stop, now)
 
     def record_timings(self, reports: Sequence[ProgressReport]) -> None:
-        """Record the durations of saves (99th percentile) and steps measured by rank 0.
+        """Record how long saves (99th percentile) and steps took, as measured by rank 0.
         Old values are kept until rank 0 reports new ones.
         """
         self._save = max([report.save_seconds for report in reports], default=0.0) or self._save
         self._step = max([report.step_seconds for report in reports], default=self._step) or self._step
 
     def watch(self, reports: Sequence[ProgressReport], now: float) -> None:
-        """Extend the stop while the reports show training progress or a checkpoint write. Called every second."""
+        """Extend the stop's deadline while reports show progress or a checkpoint write. Called every second."""
         seen = [(report.generation, report.step, report.saved) for report in reports]
         moved = seen != self._seen or any(report.phase == "checkpoint" for report in reports)
         self._seen = seen
@@ -169,14 +169,14 @@ class Stopping:
             self._put_off(self.stop, now)
 
     def _put_off(self, stop: Stop, now: float) -> None:
-        """Extend the ranks' time, up to `latest` and the end of the job."""
+        """Give the ranks more time, up to `latest` and the end of the job."""
         until = min(now + self._bounds.requested, stop.latest)
         if self.end is not None:
             until = min(until, self.end - self._bounds.margin)
         self.stop = replace(stop, until=max(stop.until, until))
 
     def _ask(self, reason: StopReason, signal_name: str, why: str, now: float) -> Stop:
-        """Request a stop. The first reason is kept, and a later request can only shorten the time."""
+        """Request a stop. The first reason is kept, and later requests can only shorten the deadline."""
         first = self.stop
         until = bound(signal_name, first.reason if first else reason, now=now, end=self.end, bounds=self._bounds)
         if first is None:

@@ -76,13 +76,13 @@ class RequestFound:
 InboxMessage = FromAgent | AgentJoined | AgentLost | AgentRefused | Tick | AttemptFenced | RequestFound
 
 AGENT_TIMEOUT_SECONDS = 60.0
-"""Seconds of silence after which an agent or coordinator is lost. Live peers send every few seconds."""
+"""Seconds of silence after which an agent or coordinator counts as lost. Live peers send every few seconds."""
 STALLED_TIMEOUT_SECONDS = 10.0
-"""The same limit while no rank moves, for example when a node has lost its network and its peers are waiting."""
+"""The same limit while no rank is moving, for example because a node has lost its network and its peers are waiting."""
 POLL_SECONDS = 2.0
 """Interval of a listener's checks."""
 LATE_SECONDS = 3.0
-"""A check delayed by more than this means that this process was suspended or starved of CPU time."""
+"""If a check is delayed by more than this, this process was suspended or starved of CPU time."""
 
 
 class PeerTimeout:
@@ -109,7 +109,7 @@ LONGEST_HELLO = 1 << 12
 MAX_UNAUTHENTICATED = 256
 _AT_ONCE = 64
 _PAUSE = 0.01
-"""Connections accepted per burst and the pause after it; together they bound a flood's share of the loop's time."""
+"""Connections accepted per burst and the pause after each. Together they limit a flood's share of the loop's time."""
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 Admit = Callable[[Hello, AgentPeer], str]
@@ -118,16 +118,16 @@ Serve = Callable[[Hello, AgentPeer], Awaitable[None]]
 
 
 class _UnauthenticatedPeer:
-    """Connection that has not proved yet that it has the token. It consists of a socket and bytes, without a task."""
+    """Connection that has not yet proved that it has the token. It has only a socket and buffered bytes, no task."""
 
     def __init__(self, connection: socket.socket, due: float) -> None:
         self.connection, self.due, self.challenge = connection, due, new_nonce()
         self._received = bytearray()
-        with contextlib.suppress(OSError):  # a closed connection is noticed on read
+        with contextlib.suppress(OSError):  # reading reveals a closed connection
             connection.send(challenge_line(self.challenge))
 
     def hello(self) -> tuple[bytes, bytes] | None:
-        """Return the first line and the bytes after it, or None until it is complete. Raises OSError or WireError."""
+        """Return the first line and the bytes after it, or None if it is incomplete. Raises OSError or WireError."""
         with contextlib.suppress(BlockingIOError):
             data = self.connection.recv(LONGEST_HELLO)
             if not data:
@@ -148,7 +148,7 @@ class ControlServer:
         self, token: str, *, admit: Admit, serve: Serve, on_foreign: Callable[[Hello, str], None] | None = None,
         patience: float = HELLO_SECONDS,
     ) -> None:  # fmt: skip
-        """`on_foreign` is called with the hello of an agent that uses another protocol, and why it was refused."""
+        """`on_foreign` gets the hello of an agent that uses another protocol, and the reason for its refusal."""
         self.token, self._admit, self._serve, self._patience = token, admit, serve, patience
         self._on_foreign = on_foreign
         self._unauthenticated: OrderedDict[int, _UnauthenticatedPeer] = OrderedDict()  # by descriptor, oldest first
@@ -212,7 +212,7 @@ class ControlServer:
     def _make_room(self, places: int) -> None:
         while len(self._unauthenticated) > places:
             oldest = next(iter(self._unauthenticated))
-            # Its hello may have just arrived, so read it before dropping the connection.
+            # Its hello may have only just arrived, so read before dropping the connection.
             self._read_hello(oldest)
             if oldest in self._unauthenticated:
                 self._drop(oldest)

@@ -1,7 +1,7 @@
 """Authenticated JSON lines over TCP between agents and coordinator.
-The listener sends a challenge. The hello answers it and carries the agent's own nonce. Both nonces and the token give
-two keys, one per direction. Every line carries an HMAC over its number and text, so a forged, changed, replayed,
-omitted or reflected line does not match.
+The listener sends a challenge. The hello answers it and carries the agent's own nonce. Two keys, one per direction, are
+derived from both nonces and the token. Every line carries an HMAC over its number and text, so forged, changed,
+replayed, omitted or reflected lines are detected.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ def _resolve_name(name: str) -> str:
 
 
 def _local_address(address: str) -> str:
-    """Return the local address used to reach `address`, without sending anything."""
+    """Return the local address from which `address` is reached, without sending anything."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))
@@ -96,7 +96,7 @@ class Seal:
         return self._proof(line) + b" " + line
 
     def verify(self, line: bytes) -> bytes | None:
-        """Return the line without its proof, or None if the proof does not match the next line."""
+        """Return the line without its proof, or None if the proof is not that of the next line."""
         proof, space, text = line[: PROOF_BYTES - 1], line[PROOF_BYTES - 1 : PROOF_BYTES], line[PROOF_BYTES:]
         return text if space == b" " and hmac.compare_digest(proof, self._proof(text)) else None
 
@@ -129,7 +129,7 @@ def session_seals(token: str, challenge: str, nonce: str) -> tuple[Seal, Seal]:
 
 
 def _key(token: str, *parts: str) -> bytes:
-    # HMAC pads a short key with zeros, which makes two keys equal; a digest has full length.
+    # HMAC pads a short key with zeros, which makes two keys equal; a digest always has full length.
     secret = hashlib.sha256(token.encode(errors="replace")).digest()
     return hmac.digest(secret, "\0".join(("orch control/2", *parts)).encode(errors="replace"), "sha256")
 
@@ -137,11 +137,11 @@ def _key(token: str, *parts: str) -> bytes:
 LONGEST_LINE = 1 << 17
 """Maximum bytes of a message, including its proof."""
 WELCOME_SECONDS, GREETING_SECONDS = 10.0, 5.0
-"""Time limits for the whole connection set-up and for the greetings within it."""
+"""Time limits for setting up a connection, and for the greetings alone."""
 _LARGEST_BACKLOG = 1 << 20
 _LARGEST_PILE = 2 * LONGEST_LINE
 _BURST, _A_SECOND = 2048.0, 512.0
-"""Message budget of one peer: burst size, and rate per second after it. The excess waits in its socket."""
+"""Message budget of one peer: burst size, then rate per second. Anything above that waits in the socket."""
 
 Sent = TypeVar("Sent")
 Received = TypeVar("Received")
@@ -156,11 +156,11 @@ class Unproven(WireError):
 
 
 class NotGreeted(ConnectionError):
-    """Raised if the peer sends no greeting. It may be busy, an older release, or another program."""
+    """Raised if the peer sends no greeting. It may be busy, of an older release, or a different program."""
 
 
 class ForeignProtocol(WireError):
-    """Raised if the coordinator uses a different protocol; retrying is useless."""
+    """Raised if the coordinator uses a different protocol; retrying is pointless."""
 
 
 class Peer(asyncio.Protocol, Generic[Sent, Received]):
@@ -171,7 +171,7 @@ class Peer(asyncio.Protocol, Generic[Sent, Received]):
     def __init__(
         self, direction: Direction[Received], first: bytes = b"", seals: tuple[Seal, Seal] | None = None
     ) -> None:
-        """`first` has the bytes already read after the hello. `seals` are those for sent and for received lines."""
+        """`first` holds bytes already read after the hello. `seals` are for sent and received lines, in that order."""
         self._direction = direction
         self._own_seal: Seal | None
         self._peer_seal: Seal | None
@@ -222,7 +222,7 @@ class Peer(asyncio.Protocol, Generic[Sent, Received]):
         self._lines.extend(more)
 
     def _hold(self) -> None:
-        """Pause reading while received lines wait to be handled, to bound memory."""
+        """Pause reading while received lines are still to be handled, to limit memory use."""
         if not self._paused and self._pile > _LARGEST_PILE:
             self._paused = True
             self._transport.pause_reading()
@@ -234,11 +234,11 @@ class Peer(asyncio.Protocol, Generic[Sent, Received]):
     # -- called by the owner ----------------------------------------------------------------------------------------
 
     def secure(self, own: Seal, peers: Seal | None) -> None:
-        """Start to seal outgoing lines with `own` and to verify incoming lines with `peers`."""
+        """Start sealing outgoing lines with `own` and verifying incoming lines with `peers`."""
         self._own_seal, self._peer_seal = own, peers
 
     def send(self, message: Sent) -> None:
-        """Queue one message; a message for a lost peer is dropped, since its reader notices the loss."""
+        """Queue one message; messages to a lost peer are dropped, since its reader notices the loss."""
         self.send_line(encode(message))
 
     def send_line(self, text: str) -> None:
@@ -297,7 +297,7 @@ class Peer(asyncio.Protocol, Generic[Sent, Received]):
             await asyncio.sleep(-self._allowance / _A_SECOND)
 
     def hung_up(self) -> bool:
-        """Return whether the peer has closed the connection and everything it sent was read."""
+        """Return whether the peer has closed the connection and everything it sent has been read."""
         return (self._ended and not self._lines) or self._transport.is_closing()
 
     async def close(self) -> None:
@@ -319,7 +319,7 @@ CoordinatorPeer = Peer[FromAgent, ToAgent]
 
 
 def read(direction: Direction[Received], line: bytes | bytearray) -> Received:
-    """Return the message in one line. Raises WireError."""
+    """Return the message that a line holds. Raises WireError."""
     try:
         return direction.read(line)
     except MessageError as error:
@@ -327,7 +327,7 @@ def read(direction: Direction[Received], line: bytes | bytearray) -> Received:
 
 
 async def connect(host: str, port: int, token: str, hello: Hello) -> CoordinatorPeer:
-    """Connect, prove the token, send the hello (with a fresh nonce) and wait for the welcome.
+    """Connect, prove possession of the token, send the hello (with a fresh nonce) and wait for the welcome.
     Raises OSError if that fails, the connection is closed, or the listener does not have the token. The caller should
     retry: a coordinator under attack may drop a connection before it reads the hello. Raises WireError if the
     coordinator read the hello and refused it, and ForeignProtocol if the refusal is permanent.
@@ -345,7 +345,7 @@ async def connect(host: str, port: int, token: str, hello: Hello) -> Coordinator
                 raise ForeignProtocol(foreign)
             welcome = True
         except TimeoutError as error:
-            raise NotGreeted(f"the coordinator has not greeted within {GREETING_SECONDS:g} s") from error
+            raise NotGreeted(f"the coordinator sent no greeting within {GREETING_SECONDS:g} s") from error
         except Unproven as error:
             raise NotGreeted("the listener is not this attempt's coordinator") from error
         finally:

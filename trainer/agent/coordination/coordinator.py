@@ -75,7 +75,7 @@ class Startup:
         faults = {member.name: member.faults for member in self._roster.present_members() if member.faults is not None}
         blamed = preflight.find_blamed_node(faults)
         found = [*([] if blamed is None else [blamed]), *self._exclude_skewed_nodes()]
-        # A fault on a single node does not end the attempt if enough other nodes are fit.
+        # A fault on a single node does not end the attempt if enough other nodes can train.
         alone = all(failure.kind is FailureKind.NODE_SUSPECT for failure in found)
         if found and not (alone and self._roster.can_train()):
             return in_job_policy.end("; ".join(failure.reason for failure in found), found[0])
@@ -115,7 +115,7 @@ class Startup:
         return None
 
     def _is_settled(self, whole: Callable[[], bool], enough: Callable[[], bool]) -> Callable[[], bool]:
-        """Return a condition, true if `whole()` holds, `enough()` has held for a while, or waiting is pointless."""
+        """Return a condition: whether `whole()` holds, `enough()` has held for a while, or waiting is pointless."""
         since: float | None = None
 
         def is_settled() -> bool:
@@ -129,7 +129,7 @@ class Startup:
 
     def _end_on_timeout(self, what: str, names: list[str], seconds: float) -> Decision:
         reason = f"{', '.join(names)} {what} within {seconds:.0f} s"
-        # If exactly one node is late, the node itself is the likeliest cause.
+        # If exactly one node is late, that node is the most likely cause.
         only = names[0] if len(names) == 1 else None
         if (node := self._roster.find_node(only)) is not None:
             self._roster.members[node].excluded = reason
@@ -140,7 +140,7 @@ class Startup:
 
     def _too_late(self) -> bool:
         """Return whether a requested stop makes a new generation pointless.
-        True if no generation has trained or too little time is left.
+        This is so if no generation has trained or too little time is left.
         """
         state = self._state
         if state.stopping.stop is None:
@@ -162,7 +162,7 @@ _LOOK_SECONDS, _SOON_SECONDS = 0.25, 0.05
 
 
 class Coordinator:
-    """Runs an attempt one generation at a time; its parts share one `RunningAttempt`."""
+    """Runs an attempt one generation at a time. Its parts share one `RunningAttempt`."""
 
     def __init__(self, state: RunningAttempt) -> None:
         self._state, self._host = state, ""
@@ -266,7 +266,7 @@ class Coordinator:
         return await self._messages.wait_until(lambda: roster.all_gone(number, but=given_up), self._state.timeouts.kill)
 
     def _exclude_stuck_nodes(self, decision: Decision) -> Decision:
-        """Return the decision that replaces `decision` if ranks cannot be killed; their nodes are excluded."""
+        """Return the decision to use instead of `decision` if ranks cannot be killed; their nodes are excluded."""
         state = self._state
         instead = spare_nodes.replace_unkillable_nodes(
             decision, state.roster, state.generation.number, seconds=state.timeouts.kill,

@@ -39,7 +39,7 @@ def is_needed(ends: Sequence[RankEnd]) -> bool:
 
 
 def analyse_dead_ranks(attempt: AttemptDir, generation: int, world: int) -> Finding | None:
-    """Return the joint analysis of the flight records left by a generation, or None. Reads the shared file system."""
+    """Return the joint analysis of the flight records that a generation left, or None. Reads the shared file system."""
     found = records_of_dead_ranks(attempt, generation)
     if not found:
         return None
@@ -69,7 +69,7 @@ _MOST_WAITING = 64
 
 
 def build_failure(judgement: HangJudgement, evidence: str) -> Failure:
-    """Return the failure that the incident causes. `evidence` is the bundle's path in the run folder."""
+    """Return the failure caused by the incident. `evidence` is the bundle's path in the run folder."""
     kind = FailureKind.DESYNC if judgement.kind is HangKind.DESYNC else FailureKind.HANG
     return Failure(
         kind=kind,
@@ -83,7 +83,7 @@ def build_failure(judgement: HangJudgement, evidence: str) -> Failure:
 
 
 def event_fields(incident: Incident, evidence: str, *, withdrawn: bool) -> dict[str, Any]:
-    """Return the event's fields. `withdrawn` means that the ranks continued while evidence was collected."""
+    """Return the event's fields. `withdrawn` means that the ranks moved again while evidence was being collected."""
     judgement = incident.judgement
     return {
         "name": incident.name,
@@ -120,14 +120,14 @@ def write_verdict(bundle: Path, incident: Incident, seen: list[RankSample], *, w
 
 
 _SETTLED = 0.5
-"""Seconds after the first failed exit; by then most others have followed and flight records are written."""
+"""Seconds to wait after the first failed exit; by then most others have followed and written flight records."""
 
 _PLACED = 3
-"""Maximum number of ranks whose mesh positions a reason includes."""
+"""Maximum number of ranks whose mesh positions are included in a reason."""
 
 
 class JobMonitor:
-    """Receiver of the agents' reports that decides when the current generation must fail."""
+    """Receives the agents' reports and decides when the current generation must fail."""
 
     def __init__(self, state: RunningAttempt) -> None:
         self._state, self._config, self._roster, self._events = state, state.config, state.roster, state.events
@@ -190,13 +190,13 @@ class JobMonitor:
         )  # fmt: skip
 
     async def check(self) -> Failure | None:
-        """Return a failure that no rank can report itself (hang, desync, slow node), or None."""
+        """Return a failure that no rank can report by itself (hang, desync, slow node), or None."""
         now, slow_node = self._state.generation, self._find_slow_node()
         if now.first_failure is None:
             return slow_node or await self._find_hang()
         if now.dead_ranks_analysed or now.broken is not None:
             return None
-        # Once all ranks have exited, the next decision need not wait.
+        # Once all ranks have exited, the next decision does not have to wait.
         if len(now.ends) < self._config.cluster.world_size and time.monotonic() - now.first_failure < _SETTLED:
             return None
         now.dead_ranks_analysed = True
@@ -204,7 +204,7 @@ class JobMonitor:
         return await self._find_desync(ends) if is_needed(ends) else None
 
     def _find_slow_node(self) -> Failure | None:
-        """Return the failure of a slow node once all measurements have arrived or are overdue."""
+        """Return the failure caused by a slow node, once all measurements have arrived or are overdue."""
         benchmark, usual = self._benchmark, self._usual_speeds
         if benchmark is None or not benchmark.end_trial(time.monotonic()):
             return None
@@ -217,12 +217,12 @@ class JobMonitor:
         return slow
 
     async def _find_hang(self) -> Failure | None:
-        """Return the failure for a confirmed hang, once its evidence is collected."""
+        """Return the failure of a confirmed hang, once its evidence has been collected."""
         incident = self._hang_detector.look(time.monotonic())
         return None if incident is None else await self._conclude(incident)
 
     async def _find_desync(self, ends: Sequence[RankEnd]) -> Failure | None:
-        """Return the failure if ranks called different collectives but report only lost peers."""
+        """Return the failure of ranks that called different collectives but report only lost peers, or None."""
         world = self._config.cluster.world_size
         try:
             finding = await background_tasks.run_detached(
@@ -258,7 +258,7 @@ class JobMonitor:
             await background_tasks.run_detached(
                 lambda: write_verdict(bundle, incident, seen, withdrawn=withdrawn), self._state.timeouts.verdict
             )
-        except (OSError, TimeoutError) as error:  # the same disk may have caused the hang
+        except (OSError, TimeoutError) as error:  # the disk may also have caused the hang
             sys.stderr.write(f"orch-agent: cannot write {bundle}: {error!r}\n")
         path = str(bundle.relative_to(self._state.run_dir.path))
         self._events.write(EventKind.INCIDENT, **event_fields(incident, path, withdrawn=withdrawn))

@@ -36,7 +36,7 @@ from trainer.protocol.requests import Request
 
 
 class NodeFailures:
-    """Recorder of node failures. A generation fails only if it needs the failed node."""
+    """Records node failures. A generation fails only if it needs the failed node."""
 
     def __init__(self, state: RunningAttempt) -> None:
         self._state, self._roster = state, state.roster
@@ -54,7 +54,7 @@ class NodeFailures:
             self._fail(FailureKind.AGENT_LOST, node, f"the agent of {member.name} is lost: {why}")
 
     def foreign(self, node: int, refused: AgentRefused) -> None:
-        """Record the refusal of an agent with a different protocol; its node cannot join unless another agent did."""
+        """Record the refusal of an agent with a different protocol; its node can join only through another agent."""
         reason = f"the agent of {refused.name}: {refused.reason}"
         self._state.events.write(EventKind.DECISION, action="refuse", reason=reason)
         if node in self._roster.members:
@@ -107,7 +107,7 @@ class Timers:
         self._fence_check = RepeatedRead(self._fence.is_down, state.attempt_dir.go)
         self._request_inbox = RequestInbox(state.run_dir.requests, state.attempt_dir.number)
         self._tasks: list[asyncio.Task[None]] = []
-        # Seconds between pings and between readings of all ranks: the reporting interval of agents in a job this large.
+        # Seconds between pings and between readings of all ranks: the agents' reporting interval in a job this large.
         self._pause, self._ranks_due = calm_seconds(state.config.cluster.all_nodes), 0.0
 
     def start(self) -> None:
@@ -126,7 +126,7 @@ class Timers:
 
     async def write_status(self) -> None:
         """Write heartbeat.json, and ranks.json while ranks run."""
-        # Merge first, so that a hung file system cannot delay the merge: failures and the outcome include the step.
+        # Merge first, so that a hung file system cannot delay it; failures and the outcome include the step.
         self._state.merge_reports()
         await self._state.outbox.publish_status(self._read_status)
 
@@ -160,11 +160,11 @@ class Timers:
 
 
 _NO_NEWS = (agents.ProgressReport, agents.FlightRecords, agents.RankSaves)
-"""Frequent messages that call for no decision."""
+"""Frequent messages that never require a decision."""
 
 
 class MessageLoop:
-    """Handles messages while a part of the coordinator waits."""
+    """Handles messages while another part of the coordinator waits."""
 
     def __init__(self, state: RunningAttempt, monitor: JobMonitor, requests: RequestHandlers, timers: Timers) -> None:
         self._state, self._monitor, self._requests, self._timers = state, monitor, requests, timers
@@ -181,13 +181,13 @@ class MessageLoop:
         return True
 
     async def wait_for_news(self, seconds: float) -> None:
-        """Handle messages until one may call for a decision, for at most `seconds`."""
+        """Handle messages until one may require a decision, for at most `seconds`."""
         news, give_up = False, time.monotonic() + seconds
         while not news and (left := give_up - time.monotonic()) > 0:
             news = await self._handle_next(left)
 
     async def _handle_next(self, seconds: float) -> bool:
-        """Handle the next message, if one arrives within `seconds`, and return whether it may call for a decision."""
+        """Handle the next message, if one arrives within `seconds`, and return whether it may require a decision."""
         try:
             node, message = await asyncio.wait_for(self._state.inbox.get(), max(0.0, seconds))
         except TimeoutError:

@@ -23,11 +23,11 @@ def _all_train(state: RunningAttempt) -> bool:
 
 
 READ_SECONDS = 2.0
-"""Maximum seconds by which reading requests may delay the coordinator's access to its other files."""
+"""Maximum number of seconds for which reading requests may keep the coordinator from its other files."""
 
 
 class RequestInbox:
-    """Reader of the request folder; returns every request once."""
+    """Reads the request folder and returns every request once."""
 
     def __init__(self, folder: Path, attempt: int) -> None:
         self._seen: set[str] = set()
@@ -46,14 +46,14 @@ _SAVE_SECONDS, _STACKS_SECONDS = 3600.0, 10.0
 
 
 def newest_own_save(reports: Sequence[ProgressReport], restored: int) -> int:
-    """Return the newest step that this generation saved itself rather than restored, or 0 without one."""
+    """Return the newest step that this generation saved itself rather than restored, or 0 if there is none."""
     saved = max((report.saved for report in reports), default=0)
     return saved if saved > restored else 0
 
 
 def newest_begun_save(reports: Sequence[ProgressReport], total: int) -> int:
     """Return the newest step whose save may have begun; a request made now needs a later one.
-    No save follows the last step, so the last step always answers a request.
+    No save comes after the last step's, so the last step always answers a request.
     """
     step = max((report.step for report in reports), default=0)
     return min(step, total - 1) if total else step
@@ -61,7 +61,7 @@ def newest_begun_save(reports: Sequence[ProgressReport], total: int) -> int:
 
 @dataclass(kw_only=True)
 class _Stacks:
-    """Pending request for stacks, answered once all agents have written them, or at `until`."""
+    """Pending request for stacks, answered when all agents have written them or at `until`, whichever is first."""
 
     request: str
     folder: str
@@ -70,19 +70,19 @@ class _Stacks:
 
 
 class RequestHandlers:
-    """Handlers of operator requests, one method per kind. None means that the answer comes later, from `finished`."""
+    """Handlers of operator requests, one method per kind. None means that `finished` will give the answer later."""
 
     def __init__(self, state: RunningAttempt) -> None:
         self._state, self._config, self._roster = state, state.config, state.roster
         self._saves: dict[str, int] = {}  # request -> step whose save is too old to answer it
         self._stacks: dict[str, _Stacks] = {}
-        # Request -> order and answer, until all ranks train. A fault injected during start-up would hit no rank, or hit
-        # the restart after another fault.
+        # Request -> order and answer, until all ranks train. A fault injected during startup would hit no rank, or
+        # would hit the restart after another fault.
         self._drills: dict[str, tuple[InjectFault, str]] = {}
         self._drill_serial = 0
 
     def handle(self, request: Request, now: float, wall: float) -> str | None:
-        """Carry out the request and return the answer. `now` is on the monotonic clock, `wall` the time of day."""
+        """Carry out the request and return the answer. `now` is on the monotonic clock; `wall` is the time of day."""
         match request.kind:
             case RequestKind.STOP:
                 self._state.request_stop(self._state.stopping.on_request(request.reason, now))
@@ -98,7 +98,9 @@ class RequestHandlers:
         return f"{REFUSED}a {request.kind} request needs a value"
 
     def _correct_end(self, left: float, lasts: str, now: float) -> str:
-        """Record the job's end: in `left` seconds by this node's time of day, `lasts` seconds after the job's start."""
+        """Record when the job ends: in `left` seconds by this node's time of day, `lasts` seconds after the job's
+        start.
+        """
         stopping = self._state.stopping
         end = stopping.correct(now + left, float(lasts) if lasts.isascii() and lasts.isdigit() else None)
         off = left - (end - now)
@@ -178,11 +180,11 @@ class RequestHandlers:
         if order is None:
             return answer
         self._drills[request.name] = (order, answer)
-        # Earlier drills that still wait are answered by `finished`, and so is this one.
+        # `finished` answers earlier drills that are still waiting, and this one too.
         return None if len(self._drills) > 1 else next((answer for _, answer in self._order_drills()), None)
 
     def _order_drills(self) -> Iterator[tuple[str, str]]:
-        """Order the waiting drills if all ranks train; yields the request names and answers."""
+        """Order the waiting drills once all ranks are training, and yield the request names and answers."""
         if not self._drills or not _all_train(self._state):
             return
         generation, drills, self._drills = self._state.generation, self._drills, {}

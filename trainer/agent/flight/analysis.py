@@ -1,6 +1,6 @@
 """Compares all ranks' flight records to find absent ranks, stopped GPUs and desyncs.
-Pure functions. The wait graph (`waits`) leads from every waiting rank to the unexplained ranks (`roots`), all of
-which are named. If the records are inconclusive, the finding reports that and names no rank.
+Pure functions. The wait graph (`waits`) leads from every waiting rank to the unexplained ranks (`roots`), and all roots
+are named. If the records are inconclusive, the finding reports that and names no rank.
 """
 
 from collections import Counter
@@ -36,7 +36,7 @@ _SYNCHRONIZING = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_
 
 
 def gpu_roots(records: Records, waits: WaitGraph) -> WaitRoots:
-    """Return ranks whose GPUs stopped: they called as many operations as their peers, but completed or began fewer."""
+    """Return ranks whose GPUs stopped: they called as many operations as their peers but completed or began fewer."""
     stopped: dict[int, RootKind] = {}
     for node, place in enumerate(waits.places):
         if isinstance(place, Stall):
@@ -50,7 +50,7 @@ def gpu_roots(records: Records, waits: WaitGraph) -> WaitRoots:
 
 
 def _lagging(records: Records, stall: Stall) -> Iterator[int]:
-    """Yield members that have completed less than they could.
+    """Yield members that have completed fewer operations than they could have.
     A peer that has completed a later synchronizing collective shows that all members have begun it. A GPU begins
     nothing in a group before its earlier operations complete, so the GPU, or its monitoring, stopped.
     """
@@ -84,7 +84,7 @@ def _last_synchronizing(numbers: Mapping[int, Mapping[int, CollectiveEntry]], fi
 
 
 def host_roots(records: Records, waits: WaitGraph) -> WaitRoots:
-    """Return ranks that others wait for and that wait for nothing themselves, and ranks that did not answer."""
+    """Return ranks that others wait for but that wait for nothing themselves, and ranks that did not answer."""
     found: WaitRoots = {}
     for rank, node in waits.hosts.items():
         if rank in records.silent:
@@ -96,8 +96,8 @@ def host_roots(records: Records, waits: WaitGraph) -> WaitRoots:
 
 def last_resort(waits: WaitGraph, explained: Collection[Node]) -> WaitRoots:
     """Return the rank in a ring of waiting ranks that waits only for messages.
-    Receiving early is usual and blocks no other rank, but a rank that has not called a collective in which its
-    peers wait is behind. Such a rank is named only if it is the only one in its ring.
+    Receiving early is normal and blocks no other rank, but a rank that has not called a collective in which its
+    peers wait is behind. Such a rank is named only if no other in its ring is behind.
     """
     unknown = waits.reaching(waits.open)
     left = [node for node in range(len(waits.places)) if node not in explained and node not in unknown]
@@ -140,7 +140,7 @@ _COMPARED: Mapping[Kind, Callable[[CollectiveEntry], object]] = {
     "desync_shape": lambda entry: entry.shape,
 }
 _WAYS = 4
-"""Maximum number of variants of a collective that a reason lists."""
+"""Maximum number of variants of a collective listed in a reason."""
 
 
 def desync(records: Records) -> Finding | None:
@@ -167,7 +167,7 @@ def _differing(
     most = max(counts.values())
     usual: list[object] = [what for what, count in counts.items() if count == most]
     certain = len(usual) == 1
-    if not certain:  # tied: the entry without precedent in its rank's record is the wrong one
+    if not certain:  # tied: the wrong entry is the one without precedent in its rank's record
         usual = _usual(records, key, sequence, entered_as, usual)
     culprits = tuple(sorted(rank for rank, (what, _) in entered_as.items() if what not in usual))
     if not culprits:
@@ -198,8 +198,8 @@ def _differing(
 def _usual(
     records: Records, key: str, sequence: int, entered_as: Mapping[int, tuple[object, str]], ways: Sequence[object]
 ) -> list[object]:
-    """Return the variants of a collective that occur earlier in some rank's own record, or all if none does."""
-    # A rank that skipped a call continues with its peer's later calls, so either may be wrong.
+    """Return the variants of a collective that occur earlier in some rank's own record, or all of them if none does."""
+    # A rank that skipped a call goes on to make its peer's later calls, so either rank may be wrong.
     if _is_shifted(records, key, sequence, entered_as):
         return list(ways)
     often = dict.fromkeys(ways, 0)
@@ -211,7 +211,7 @@ def _usual(
 
 
 def _is_shifted(records: Records, key: str, sequence: int, entered_as: Mapping[int, tuple[object, str]]) -> bool:
-    """Return whether one rank's calls from here on equal another rank's calls shifted by one."""
+    """Return whether one rank's calls from this one on match another rank's calls shifted by one."""
     calls = {
         tuple(
             str(entry) for entry in records.flights[rank].entries if entry.group == key and entry.sequence >= sequence
@@ -228,14 +228,14 @@ def _is_shifted(records: Records, key: str, sequence: int, entered_as: Mapping[i
 
 
 def find_crossed_groups(stalls: Sequence[Stall]) -> Finding | None:
-    """Return the desync of ranks that wait for each other in two groups, entered in different orders."""
+    """Return the desync of ranks that wait for each other in two groups, having entered these in different orders."""
     missed = [stall for stall in stalls if stall.missing]
     inside: dict[int, list[Stall]] = {}
     for stall in missed:
         for rank in stall.inside:
             inside.setdefault(rank, []).append(stall)
     for stall in missed:
-        # A stall crossed with this one contains all its missing ranks, so checking the first is enough.
+        # A stall crossed with this one has all its missing ranks inside, so checking the first is enough.
         for other in inside.get(stall.missing[0], ()):
             here, there = set(stall.missing) & set(other.inside), set(other.missing) & set(stall.inside)
             if there and len(here) == len(stall.missing):
@@ -252,7 +252,7 @@ def find_crossed_groups(stalls: Sequence[Stall]) -> Finding | None:
 
 
 _FRONTS = 3
-"""Maximum number of stuck places that a reason lists."""
+"""Maximum number of stuck operations listed in a reason."""
 
 
 def analyse(
@@ -263,7 +263,7 @@ def analyse(
     `never_sent` ranks are known to have omitted a message that another rank waits for.
     """
     records = Records(flights, expected_ranks, unanswered)
-    # A mismatched collective never completes, so nothing else needs an explanation.
+    # A mismatched collective never completes, which explains everything else.
     if (differing := desync(records)) is not None:
         return differing
     stalled = stalls(records)
@@ -271,10 +271,10 @@ def analyse(
     if not waits.places:
         return _nothing(records)
     found = gpu_roots(records, waits) | host_roots(records, waits)
-    # Nothing progresses without an omitted message, even if its sender now waits for something else.
+    # An omitted message holds everything up, even if its sender now waits for something else.
     found |= {waits.hosts[rank]: "never_came" for rank in never_sent if rank in waits.hosts}
     explained = waits.reaching(found)
-    # Ranks that wait for each other in two groups called these in different orders, unless another rank delays them.
+    # Unless another rank delays them, ranks waiting for each other in two groups entered these in different orders.
     rest = [place for node, place in enumerate(waits.places) if isinstance(place, Stall) and node not in explained]
     if (mutual := find_crossed_groups(rest)) is not None:
         return mutual
@@ -283,12 +283,12 @@ def analyse(
         explained = waits.reaching(found)
     if found:
         return _merge_culprits(waits, found, chain(waits, explained))
-    # All ranks have reached these places, and they wait for nothing.
+    # All ranks have reached these operations, which wait for nothing else.
     return _together(stalled, [place for place, after in zip(waits.places, waits.after, strict=True) if not after])
 
 
 def _merge_culprits(waits: WaitGraph, found: WaitRoots, longest: str) -> Finding:
-    """Return the finding on all culprits, merged by kind and collective; the most awaited rank comes first."""
+    """Return the finding on all culprits, merged by kind and collective, with the most awaited rank first."""
     by_cause: dict[tuple[RootKind, Node], list[int]] = {}
     waiting = waits.before()
     for root, kind in found.items():
@@ -355,7 +355,7 @@ def _reason(waits: WaitGraph, kind: RootKind, node: Node, ranks: Sequence[int]) 
 
 
 def _together(stalled: Sequence[Stall], stuck: Sequence[object]) -> Finding:
-    """Return a finding without a culprit: all ranks joined without making progress, or they wait in a ring."""
+    """Return a finding without a culprit: all ranks have joined but make no progress, or they wait in a ring."""
     places = [place for place in stuck if isinstance(place, Stall)] or [s for s in stalled if not s.missing]
     if not places and not stalled:
         return _lost_message([place for place in stuck if isinstance(place, MessageChannel)])

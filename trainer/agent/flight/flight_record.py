@@ -1,6 +1,6 @@
 """Content of one rank's flight recorder: its groups, unfinished messages and collectives.
 
-The fields of torch's dumps are sanitized, because a dying process may have written anything.
+The fields of torch's dumps are sanitized, because a dying process may have written garbage.
 """
 
 import base64
@@ -33,7 +33,7 @@ def number(value: Any, otherwise: int = 0) -> int:
 
 
 def word(value: Any) -> str:
-    """Return the text of a value, truncated and interned, since thousands of entries share it."""
+    """Return a value's text, truncated and interned, since thousands of entries share it."""
     return sys.intern((value if type(value) is str else str(value))[:_LONGEST_WORD])
 
 
@@ -47,7 +47,7 @@ _PEERS = re.compile(r"(send|recv)\s+(\d+)\s*(->|<-)\s*(\d+)\Z")
 _WORLD = 1_000_000
 """Maximum number of ranks in a world."""
 _MOST_MESSAGES = 200
-"""Number of the oldest unfinished messages kept per rank; later ones wait behind these."""
+"""Number of unfinished messages kept per rank, oldest first; later ones wait behind these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def find_unfinished_messages(
 ) -> tuple[P2PMessage, ...]:
     """Return a dump's unfinished messages in order.
     `members` maps each group to its ranks, in the group's order. torch never marks the parts of a batch
-    (`batch_isend_irecv`) as done; the "coalesced" entry after them is marked.
+    (`batch_isend_irecv`) as done; it marks the "coalesced" entry after them.
     """
     rows = [(at, entry, over) for at, (entry, over) in enumerate(zip(raw, done, strict=True))]
     batches = {
@@ -109,7 +109,7 @@ def _members(entry: Mapping[str, Any], members: Mapping[str, Sequence[int]]) -> 
 
 @dataclass(slots=True)
 class _GroupLifetime:
-    local: Any = None  # torch's number of the group in its process, unique per lifetime
+    local: Any = None  # torch's number for the group in this process, unique per lifetime
     last: int = 0  # its newest collective
     before: int = 0  # earlier lifetimes that had collectives
     rows: list[int] = field(default_factory=list)
@@ -133,8 +133,8 @@ def newest_lifetimes(raw: Iterable[Mapping[str, Any]]) -> tuple[list[int], dict[
 
 def counters(dump: Mapping[str, Any], entries: Iterable[Mapping[str, Any]]) -> dict[str, tuple[int, int]]:
     """Return the last collective enqueued and the last one completed, by group name.
-    Skips groups with messages, which torch counts in the same place, and groups whose counter differs from their newest
-    collective in the record. Empty for gloo, which counts failed collectives as completed.
+    Skips groups with messages, for which torch uses the same counter, and groups whose counter differs from their
+    newest collective in the record. Empty for gloo, which counts failed collectives as completed.
     """
     status, config = dump.get("pg_status"), dump.get("pg_config")
     if not isinstance(status, Mapping) or not isinstance(config, Mapping):
@@ -163,7 +163,7 @@ def counters(dump: Mapping[str, Any], entries: Iterable[Mapping[str, Any]]) -> d
 def _names(
     config: Mapping[str, Any], status: Mapping[str, Any], entries: Iterable[Mapping[str, Any]]
 ) -> dict[str, str]:
-    """Map local numbers to group names: paired through the entries, or by order if the names are ascending numbers."""
+    """Map local numbers to group names, paired through the entries or, if the names are ascending numbers, by order."""
     seen = {str(entry.get("pg_id")): group_name(entry) for entry in entries}
     known = {local: name for local, name in seen.items() if local in status}
     names = [word(value.get("name", key)) for key, value in config.items() if isinstance(value, Mapping)]
@@ -175,7 +175,7 @@ def _names(
 
 
 KEPT = 30
-"""Number of newest collectives kept per group."""
+"""Number of collectives kept per group, newest first."""
 _LARGEST_RECORD = 1 << 22
 """Maximum bytes of a decompressed record."""
 WIRE = 8000
@@ -185,7 +185,7 @@ _FEWEST = 4
 _DIMENSIONS = 64
 """Maximum dimensions of a tensor."""
 _LONGEST = 60
-"""Maximum characters of a list of sizes; a longer list becomes its count and checksum."""
+"""Maximum characters of a list of sizes; a longer list is replaced by its length and checksum."""
 
 ON_HOST = " on the host"
 """Suffix of gloo's groups, which share their names with NCCL's."""
@@ -197,20 +197,20 @@ _ALIKE = ("all_reduce", "allreduce", "broadcast", "reduce", "all_gather", "allga
 
 @dataclass(frozen=True, slots=True)
 class CollectiveEntry:
-    """Collective as one rank entered it."""
+    """A collective as entered by one rank."""
 
     group: str
-    sequence: int  # in its group, from 1; the same number is the same collective on every rank
+    sequence: int  # within its group, from 1; the same number means the same collective on every rank
     op: str
     sizes: str  # for display
-    elements: int  # in all its inputs; -1 if ranks may differ
+    elements: int  # total over its inputs; -1 if ranks may differ
     dtypes: str
     state: str  # SCHEDULED, STARTED (only reported by NCCL with timing) or DONE
     order: int = 0  # position in its rank's record
 
     @property
     def shape(self) -> tuple[int, str]:
-        """Return the part that must match on all ranks; sizes with equal products match."""
+        """Return the part that must match on all ranks; sizes match if their products are equal."""
         return (self.elements, self.dtypes) if self.elements >= 0 else (-1, "")
 
     def __str__(self) -> str:
@@ -219,11 +219,11 @@ class CollectiveEntry:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Process group as seen by one of its ranks."""
+    """A process group as seen by one of its ranks."""
 
     ranks: tuple[int, ...]  # empty: unknown
     entered: int  # last collective entered
-    completed: int  # last collective completed, including all before it
+    completed: int  # last collective completed, along with all before it
     description: str = ""
     on_gpu: bool = False  # an NCCL group
     sure: bool = False  # `completed` was read, not inferred from the start of the record
@@ -239,14 +239,14 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlightRecord:
-    """Record of one rank."""
+    """Flight record of one rank."""
 
     rank: int
     groups: dict[str, Group] = field(default_factory=dict)
     entries: tuple[CollectiveEntry, ...] = ()  # by group and sequence
     messages: tuple[P2PMessage, ...] = ()  # unfinished messages between two ranks, in order
     timed: bool = False  # it shows which calls have begun (TORCH_NCCL_ENABLE_TIMING)
-    whole: bool = False  # it holds an entry completed before every unfinished one, so no unfinished entry is lost
+    whole: bool = False  # it has a completed entry before every unfinished one, so no unfinished entry is lost
 
     def waits(self) -> set[str]:
         return {key for key, group in self.groups.items() if group.is_unfinished}
@@ -294,7 +294,7 @@ class FlightRecord:
 
 
 def _parse_rows(kind: type[T], rows: Iterable[Sequence[Any]]) -> tuple[T, ...]:
-    """Return dataclasses with these fields. Raises ValueError or TypeError if their number or a type differs.
+    """Return dataclasses with these fields. Raises ValueError or TypeError if their number or a type is wrong.
     Rows are parsed by column, since a job has millions of them with few distinct words.
     """
     columns: list[Iterable[Any]] = list(zip(*rows, strict=True))
@@ -346,7 +346,7 @@ def parse(
 ) -> FlightRecord:
     """Parse a dump of torch's flight recorder (format 2.x), ignoring unknown and missing parts.
     `dump` is its text or parsed content. `groups` is the rank's own report of its groups
-    (`trainer.protocol.messages.ranks`), needed because gloo's dumps name none. `suffix` is appended to
+    (`trainer.protocol.messages.ranks`), needed because gloo's dumps name no groups. `suffix` is appended to
     all group names. Raises ValueError if it is not a dump.
     """
     dump = json.loads(dump) if isinstance(dump, (str, bytes)) else dump
@@ -387,8 +387,8 @@ def parse(
 
 def _dying(dump: dict[str, Any], raw: list[dict[str, Any]]) -> dict[int, str]:
     """Return the states of gloo's collectives on a dead rank, by `id`.
-    gloo counts a failed collective as completed and may mark completed ones late, so only the newest collective is
-    unfinished, and only if the dump shows a failure.
+    gloo counts a failed collective as completed and may mark completed ones late, so only the newest collective counts
+    as unfinished, and only if the dump shows a failure.
     """
     if "failed" not in dump:
         return {}
@@ -432,7 +432,7 @@ def _short(sizes: list[list[int]]) -> str:
 
 
 def _parse_group_config(config: Any) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return ranks and description by group. torch writes ranks as the text of a list, and a rank reports runs."""
+    """Return ranks and description by group. torch writes ranks as the text of a list; a rank reports them as runs."""
     found = {}
     for key, value in config.items() if isinstance(config, Mapping) else ():
         if not isinstance(value, Mapping):
@@ -462,7 +462,7 @@ def _group(
 
 
 def _select_newest(entries: Iterable[CollectiveEntry], keep: int) -> list[CollectiveEntry]:
-    """Return the newest entries, reserving a few places for the oldest unfinished ones, where the rank waits."""
+    """Return the newest entries, but keep a few of the oldest unfinished ones, where the rank is waiting."""
     ordered = sorted(entries, key=lambda entry: entry.sequence)
     if len(ordered) <= keep:
         return ordered

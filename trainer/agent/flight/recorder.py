@@ -1,6 +1,6 @@
 """Flight records of ranks: queries to live ranks over Unix sockets, and safe reading of dumps left by dead ranks.
 
-A pickle is a program whose opcodes may import and call anything. Before a dump is unpickled, its opcodes are checked
+A pickle is a program whose opcodes can import and call anything. Before a dump is unpickled, its opcodes are checked
 (`pickletools`); only those that build plain values are allowed.
 """
 
@@ -33,7 +33,7 @@ _STEPS = 20_000_000
 _NODES, _DEEPEST = 3_000_000, 50
 """Maximum number of values and nesting depth of a dump; a value referenced twice counts twice."""
 _LETTERS = 256 << 20
-"""Maximum characters of all strings; shared strings count repeatedly, since a reader copies them."""
+"""Maximum characters of all strings together; shared strings count every time, since a reader copies them."""
 _VALUES = frozenset({
     "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "INT", "LONG", "BINFLOAT", "FLOAT", "BINUNICODE", "UNICODE",
     "SHORT_BINUNICODE", "BINUNICODE8", "NONE", "NEWTRUE", "NEWFALSE", "EMPTY_LIST", "EMPTY_DICT", "EMPTY_TUPLE", "MARK",
@@ -44,7 +44,7 @@ _VALUES = frozenset({
 
 
 def load_plain_values(data: bytes) -> Any:
-    """Return the content of a pickle of dicts, lists, tuples, strings and numbers. Raises ValueError for others."""
+    """Return the content of a pickle of dicts, lists, tuples, strings and numbers. Raises ValueError otherwise."""
     if len(data) > MAX_PICKLE_BYTES:
         raise ValueError(f"pickle size {len(data):,} exceeds {MAX_PICKLE_BYTES:,} bytes")
     try:
@@ -62,7 +62,7 @@ def load_plain_values(data: bytes) -> Any:
 
 
 def _check_expansion(value: Any) -> Any:
-    """Return the value. Raises ValueError if it expands hugely: a list containing itself, or repeated references."""
+    """Return the value. Raises ValueError if a list contains itself, or if repeated references make the value huge."""
     count, letters, level = 0, 0, [value]
     for _ in range(_DEEPEST):
         count += len(level)
@@ -94,7 +94,7 @@ class FlightSockets:
         self._folder = _private_folder()
 
     def path(self, rank: int, generation: int) -> str:
-        """Return the socket path of a rank in a generation, or "" if it cannot listen."""
+        """Return the socket path of a rank in a generation, or "" if the rank cannot listen."""
         path = f"{self._folder}/{rank}.{generation}" if self._folder else ""
         return path if len(path) <= _LONGEST_PATH else ""
 
@@ -114,9 +114,9 @@ def _private_folder() -> str:
 
 
 async def flight(rank: int, path: str, seconds: float) -> FlightRecord | None:
-    """Return the record of the rank that listens on `path`, or None if it does not answer in time."""
+    """Return the record of the rank that listens on `path`, or None if it gives no usable answer in time."""
     host, device = await asyncio.gather(ask(path, HOST, seconds), ask(path, DEVICE, seconds))
-    # Without a GPU record, the host's record would be compared with the other ranks' GPUs.
+    # Without a GPU record, this rank's host record would be compared with other ranks' GPU records.
     if not host or device is None:
         return None
     try:
@@ -133,8 +133,8 @@ async def flights(paths: Mapping[int, str], seconds: float) -> tuple[list[Flight
 
 
 async def ask(path: str, handler: str, seconds: float) -> bytes | None:
-    """Return the answer of torch's worker server on `path`.
-    Return NOTHING if the server lacks the handler, and None if it is absent, refuses or is late.
+    """Return the answer of torch's worker server on `path`, NOTHING if the server lacks the handler, or None if the
+    server is absent, refuses or is late.
     """
     try:
         return await run_detached(lambda: _ask(path, handler, seconds), seconds) if path else None
@@ -177,7 +177,7 @@ def _groups(path: str) -> Mapping[str, Any]:
 
 
 def records_of_dead_ranks(attempt: AttemptDir, generation: int) -> list[FlightRecord]:
-    """Return the records that this generation's ranks left when an exception or NCCL's watchdog ended them.
+    """Return the records that ranks of this generation left when an exception or NCCL's watchdog ended them.
     Reads the shared file system. An unreadable record is reported on stderr.
     """
     found: dict[int, FlightRecord] = {}

@@ -28,7 +28,7 @@ class Stall:
     sequence: int
     inside: tuple[int, ...]  # entered it and have not completed it
     late: tuple[int, ...] = ()  # never entered it
-    queued: tuple[int, ...] = ()  # called it, but their GPUs have not begun it while others' have
+    queued: tuple[int, ...] = ()  # called it, but their GPUs have not begun it, although others' have
     silent: tuple[int, ...] = ()  # did not answer
     unknown: tuple[int, ...] = ()  # have no record and are not in `silent`
     entry: CollectiveEntry | None = None  # as seen by one of the ranks inside
@@ -60,14 +60,14 @@ class Records:
         self.members = {key: self._find_members(key, known) for key in self.having}
         self.outdated: set[tuple[str, int]] = set()  # (group, rank) pairs that know only an earlier group of that name
         self.doubtful = {key for key in self.having if not self._same_life(key)}
-        """Groups created again under the same name, where it is unknown which ranks' numbers belong together."""
+        """Groups created again under the same name, if it is unknown which ranks' numbers belong together."""
         self._doubt_counters()
         self.numbers = _index_entries(self)
         self.timed = any(flight.timed for flight in self.flights.values())
-        """Whether NCCL reports which collectives have begun; without TORCH_NCCL_ENABLE_TIMING none seems to have."""
+        """Whether NCCL reports which collectives have begun; without TORCH_NCCL_ENABLE_TIMING, none appear to have."""
 
     def _same_life(self, key: str) -> bool:
-        """Return whether a group's numbers mean the same on all ranks, after resetting ranks of an earlier lifetime."""
+        """Return whether a group's numbers mean the same on all ranks, once ranks in an earlier lifetime are reset."""
         having = self.having[key]
         newest = max(group.before for group in having.values())
         if not newest:
@@ -94,7 +94,9 @@ class Records:
                     having[rank] = Group(group.ranks, 0, 0, group.description, group.on_gpu)
 
     def _find_members(self, key: str, known: set[int]) -> tuple[int, ...]:
-        """Return the members that its ranks report, else all ranks that have it, or the world for the default group."""
+        """Return the members that a group's ranks report. Otherwise the world, for the default group, or all ranks that
+        have it.
+        """
         having = self.having[key]
         reported = max((group.ranks for group in having.values()), key=len, default=())
         if reported:
@@ -109,7 +111,7 @@ class Records:
 
 
 def _index_entries(records: Records) -> Numbers:
-    """Return entries by group, sequence number and rank, without duplicates (coalesced calls), which are ambiguous."""
+    """Return entries by group, sequence number and rank, omitting duplicates (coalesced calls), which are ambiguous."""
     found: dict[str, dict[int, dict[int, CollectiveEntry]]] = {}
     for rank, flight in records.flights.items():
         often = Counter((entry.group, entry.sequence) for entry in flight.entries)
@@ -159,7 +161,7 @@ _NAMED = 8
 
 @dataclass(frozen=True, kw_only=True)
 class BlockingRank:
-    """Rank that others wait for and whose own wait is unexplained."""
+    """A rank that others wait for and whose own wait is unexplained."""
 
     rank: int
     kind: Literal["never_came", "no_answer", "gpu_stopped", "queued", "desync"]
@@ -169,13 +171,13 @@ class BlockingRank:
 
     @property
     def on_gpu(self) -> bool:
-        """Return whether its GPU stopped, so that the position of its host proves nothing."""
+        """Return whether the rank's GPU stopped, so that its host's position proves nothing."""
         return self.kind in ("gpu_stopped", "queued")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Conclusion from the records. `ranks` are the culprits; for `stuck_together`, ranks inside without progress."""
+    """Conclusion from the records. `ranks` are the culprits or, for `stuck_together`, the ranks inside."""
 
     kind: Kind
     ranks: tuple[int, ...] = ()
@@ -184,7 +186,7 @@ class Finding:
     reason: str
     queued: bool = False  # the culprits have called it, but their GPUs have not reached it
     culprits: tuple[BlockingRank, ...] = ()  # one entry per root
-    chain: str = ""  # path from the end of the longest wait chain to its root
+    chain: str = ""  # from the end of the longest wait chain to its root
 
     @property
     def on_host(self) -> bool:
@@ -210,7 +212,7 @@ Node = int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageChannel:
-    """First unfinished message of one direction between two ranks."""
+    """First unfinished message in one direction between two ranks."""
 
     group: str
     source: int
@@ -232,7 +234,7 @@ class MessageChannel:
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """A rank whose program has not called the operation that others wait for, or whose GPU has stopped."""
+    """A rank whose program has not called an operation that others wait for, or whose GPU has stopped."""
 
     rank: int
     on_gpu: bool
@@ -247,7 +249,7 @@ class _Item:
 
     order: int
     node: Node
-    holds: bool  # others wait in it and its GPU has not begun it, so earlier operations may block it
+    holds: bool  # others wait in it but its GPU has not begun it, so earlier operations may block it
 
 
 @dataclass(slots=True)
@@ -271,7 +273,7 @@ class WaitGraph:
         return self.hosts[rank]
 
     def gpu(self, rank: int, held: Iterable[Node]) -> Node:
-        """Add a rank's GPU; these nodes wait for it, as does the rank's host if it is in the graph."""
+        """Add a rank's GPU. These nodes wait for it, and so does the rank's host if it is in the graph."""
         node = self.add(RankPlace(rank, on_gpu=True))
         for other in {*held, *([self.hosts[rank]] if rank in self.hosts else ())}:
             self.after[other].append(node)
@@ -297,7 +299,7 @@ class WaitGraph:
         return before
 
     def reaching(self, roots: Iterable[Node]) -> dict[Node, Node | None]:
-        """Return all nodes that wait for one of `roots`, directly or indirectly, as `find_reachable` does."""
+        """Return all nodes that wait for one of `roots`, directly or indirectly, in the form `find_reachable` uses."""
         return find_reachable(self.before(), roots)
 
 
@@ -336,7 +338,7 @@ def channels(records: Records) -> list[MessageChannel]:
     for flight in records.flights.values():
         for message in flight.messages:
             own = message.source if message.sends else message.target
-            # If a group's ranks are unknown, so is the other end, and the message waits for an unknown rank.
+            # If a group's ranks are unknown, so is the message's other end, and the message waits for an unknown rank.
             key = message.channel if own == flight.rank else _lonely(message, flight.rank)
             (sends if message.sends else receives).setdefault(key, message)
     keys = dict.fromkeys([*sends, *receives])
@@ -389,7 +391,7 @@ def _add_order(waits: WaitGraph, records: Records, rank: int, called: list[_Item
 
 
 def _streams(waits: WaitGraph, called: Sequence[_Item]) -> Iterator[list[_Item]]:
-    """Yield the operations of GPU and host separately, since their recorders number entries independently."""
+    """Yield the operations of the GPU and the host separately, since their recorders number entries independently."""
     for on_host in (False, True):
         stream = [item for item in called if _is_on_host(waits.places[item.node]) is on_host]
         if stream:
@@ -401,7 +403,7 @@ def _is_on_host(place: Place) -> bool:
 
 
 def _before(stream: Sequence[_Item], at: int) -> list[Node]:
-    """Return the nodes just before this position, back to the first one that `holds`, which covers the rest."""
+    """Return the nodes just before this position, back to the first item that `holds`, which stands for the rest."""
     found = []
     for item in reversed(stream[:at]):
         found.append(item.node)
@@ -411,7 +413,7 @@ def _before(stream: Sequence[_Item], at: int) -> list[Node]:
 
 
 def chain(waits: WaitGraph, way: dict[Node, Node | None], most: int = 6) -> str:
-    """Describe the longest chain to a root. Return "" if all wait for it directly."""
+    """Describe the longest chain to a root. Return "" if all nodes wait for a root directly."""
     depth: dict[Node, int] = {}
     for node, following in way.items():  # nearest to a root first
         depth[node] = 0 if following is None else depth[following] + 1

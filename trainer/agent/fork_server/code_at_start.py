@@ -39,7 +39,7 @@ def _compare(before: CodeRecord | None, now: CodeRecord, occasion: Occasion, sin
 
 def record_code(attempt: AttemptDir, config: JobConfig, skip: Collection[str] = ()) -> CodeAtStart:
     """Write this attempt's code record and compare it with the previous one. Only the first node does so.
-    `skip` has the modules that this process had imported before the workload.
+    `skip` lists the modules that this process had imported before the workload.
     """
     if not _is_first_node() or _is_away(attempt.run, config):
         return CodeAtStart()
@@ -48,7 +48,7 @@ def record_code(attempt: AttemptDir, config: JobConfig, skip: Collection[str] = 
         before, since, occasion = _code_before(attempt, now)
         now = carry_late(now, before)
         now.write(attempt.code)
-    except OSError as error:  # training does not depend on it
+    except OSError as error:  # training does not depend on the record
         sys.stderr.write(f"orch: cannot record the code of this attempt: {error}\n")
         return CodeAtStart()
     return _compare(before, now, occasion, since)
@@ -69,7 +69,7 @@ def _write_change(code: CodeAtStart, events: EventLog) -> None:
 
 
 async def note_changes(attempt: AttemptDir, config: JobConfig, events: EventLog) -> None:
-    """Reread the recorded files before new ranks import them; writes an event if any has changed."""
+    """Reread the recorded files before new ranks import them, and write an event if any has changed."""
 
     def look() -> CodeAtStart:
         before = CodeRecord.read(attempt.code)
@@ -110,7 +110,7 @@ def _code_here(run: RunDir, config: JobConfig, skip: Collection[str]) -> CodeRec
 
 
 def _code_before(attempt: AttemptDir, now: CodeRecord) -> tuple[CodeRecord | None, str, Occasion]:
-    """Return the code that trained last, else the submitted code. Raises OSError."""
+    """Return the code that trained last, or else the submitted code. Raises OSError."""
     if (own := CodeRecord.read(attempt.code)) is not None:
         return own, _LAST_START, Occasion.NEXT
     for past in reversed(attempt.earlier_attempts()):
@@ -120,7 +120,7 @@ def _code_before(attempt: AttemptDir, now: CodeRecord) -> tuple[CodeRecord | Non
 
 
 def _read_submitted(run_json: Path, now: CodeRecord) -> CodeRecord | None:
-    """Return the submitted code, with the packages of the submitter's interpreter if ranks have the same one."""
+    """Return the submitted code, with the packages of the submitter's interpreter if ranks use the same one."""
     try:
         identity = read_json(run_json)["identity"]
         record, env = CodeRecord.from_identity(identity), identity.get("env") or {}

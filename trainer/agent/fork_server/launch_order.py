@@ -25,7 +25,7 @@ _INTERPRETERS = ("python", "python3")
 
 def with_interpreter(config: JobConfig) -> tuple[str, ...]:
     """Return the command, run by this interpreter if it begins with `python` and `env` sets no PATH.
-    PATH may lead to another interpreter or to none: `orch` can run from a virtual environment that is not
+    PATH may lead to another interpreter or to none, since `orch` can run from a virtual environment that is not
     activated.
     """
     program, *words = config.command
@@ -44,7 +44,7 @@ def interpreter_first(path: str) -> str:
 def working_directory(run: RunDir, config: JobConfig) -> Path:
     """Return the command's working directory: the submit folder if known, else the run directory.
 
-    It may be absent if its file system is not mounted. In another folder the program would find no checkpoint.
+    The folder may be absent if its file system is not mounted. In any other, the program would find no checkpoint.
     """
     return Path(config.env.get(FOLDER_VARIABLE) or _from_record(run) or run.path)
 
@@ -59,7 +59,7 @@ def _from_record(run: RunDir) -> str | None:
 
 
 def free_port(host: str) -> int:
-    """Return a port that is currently free; the script binds it a moment later."""
+    """Return a port that is free now; the script binds it a moment later."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]
@@ -69,7 +69,7 @@ def free_port(host: str) -> int:
 def cores_of_rank(
     identity: NodeIdentity, config: JobConfig, node_rank: int, local_rank: int, allowed: Collection[int]
 ) -> list[int]:
-    """Return a contiguous, equal share of the allowed cores, or none (unbound) if there are fewer cores than ranks.
+    """Return a contiguous, equal share of the allowed cores, or none (do not bind) if there are fewer cores than ranks.
     Simulated nodes share one machine, so its cores are divided among all ranks of the job.
     """
     per_node = config.cluster.ranks_per_node
@@ -128,10 +128,10 @@ class RankLauncher:
             "TORCHELASTIC_MAX_RESTARTS": config.recovery.restarts_in_place,
             # torch would write the exception to the file without redacting secrets; the log has the same text.
             **({} if LISTED in inherited else {"TORCHELASTIC_ERROR_FILE": error_file}),
-            # The script's own rank 0 hosts the store, a new one in every generation.
+            # The script's own rank 0 hosts the store, which is new in every generation.
             "TORCHELASTIC_USE_AGENT_STORE": "False",
             "OMP_NUM_THREADS": inherited.get("OMP_NUM_THREADS") or threads,
-            # The last output of a killed rank must be in its log.
+            # The last output of a killed rank must reach its log.
             "PYTHONUNBUFFERED": "1",
             "ORCH_RUN": self._run.name,
             "ORCH_RUN_DIR": self._run.path,

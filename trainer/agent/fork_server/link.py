@@ -1,4 +1,4 @@
-"""The agent's end of its fork server: starts it, receives its messages, detects its death."""
+"""The agent's side of its fork server: starts it, receives its messages and detects its death."""
 
 import asyncio
 import os
@@ -26,7 +26,7 @@ from trainer.protocol.run_dir import AttemptDir
 _DEFAULTS = {"PYTHONHASHSEED": "0"}
 """Environment variables for ranks, unless `env` or the job's environment sets them.
 Python draws its hash seed when the interpreter starts, and the seed determines the order of a set of strings. Every
-attempt, node, fork and restore test must use the same seed.
+attempt, node, fork and restore test must therefore use the same seed.
 """
 
 
@@ -49,7 +49,7 @@ class ForkServerLink:
         self._lost = self._listening = False
         self._loop = asyncio.get_running_loop()
         self._socket, theirs = packet_pair()
-        # A fork server that does not read for this long counts as dead.
+        # A fork server that reads nothing for this long counts as dead.
         self._socket.settimeout(5.0)
         try:
             self._process = self._start(theirs, attempt, {**_DEFAULTS, **environ}, output)
@@ -118,7 +118,7 @@ class ForkServerLink:
         self._lose("")
 
     def kill(self, reason: str) -> None:
-        """Kill a fork server that does not carry out an order."""
+        """Kill a fork server that has not carried out an order."""
         self._lose(reason)
 
     def _lose(self, reason: str) -> None:
@@ -150,13 +150,13 @@ class ForkServerLink:
         os.close(self._death)
 
     async def stop(self) -> bool:
-        """End the fork server, and return whether it left no ranks, because it had reaped them all or started none."""
+        """End the fork server, and return whether it left no ranks behind, having reaped them all or started none."""
         if self._lost:
             return False
         # When its socket closes, it kills its remaining ranks and exits.
         self._lost = True
         self._close()
-        if not self._listening:  # still importing, has no ranks
+        if not self._listening:  # it is still importing and has no ranks
             self._process.kill()
         for _ in range(250):
             if self._process.poll() is not None:

@@ -1,4 +1,4 @@
-"""The fork server: a process that has imported torch and the workload, touched no GPU, and forks ranks.
+"""The fork server: a process that has imported torch and the workload but touched no GPU, and that forks ranks.
 The agent starts it as `python -P -m trainer.agent.fork_server.server LINK AGENT RUN_DIR [REASON CODE]`: the descriptor
 of its socket, the agent's PID, the run directory and, if it must not stay warm, the reason and its record of the user's
 code as JSON.
@@ -62,7 +62,7 @@ RankMain = Callable[[RankSpec], int]
 
 
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
-"""Signals that Python ignores from start-up; an executed program expects the defaults."""
+"""Signals that Python ignores from startup; an executed program expects the defaults."""
 
 
 def become_rank(
@@ -142,7 +142,7 @@ def _run_command(command: Sequence[str], folder: str) -> NoReturn:
 
 
 def _is_found(program: str) -> bool:
-    """Return whether a file with that name is in PATH; like a shell, skips unreadable folders."""
+    """Return whether a file with that name is in PATH, skipping unreadable folders as a shell does."""
     if os.sep in program:
         return True
     return any(os.path.isfile(os.path.join(place, program)) for place in os.get_exec_path())
@@ -176,8 +176,8 @@ class ForkServer:
     def __init__(self, link: socket.socket, main: RankMain | None) -> None:
         self._link, self._main = link, main
         self._leaders: dict[int, int] = {}  # PID of an unreaped rank -> rank
-        self._groups: dict[int, int] = {}  # process group with a reaped leader and possibly members -> rank
-        self._empty: dict[int, int] = {}  # empty process group not reported gone yet -> rank
+        self._groups: dict[int, int] = {}  # process group with a reaped leader, maybe with members -> rank
+        self._empty: dict[int, int] = {}  # empty process group not yet reported as gone -> rank
         self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._poll = select.poll()  # `select` fails above descriptor 1,023, and imports may use up lower ones
         for descriptor in (link.fileno(), self._wake_in):
@@ -201,7 +201,7 @@ class ForkServer:
 
     def _serve_once(self) -> bool:
         """Wait for an event and handle it. Return False once the agent is gone."""
-        # Group members that are not our children die without a signal to us, so poll.
+        # Group members that are not our children die without notifying us, so poll.
         patience = 10 if self._groups or self._empty else None  # ms
         ready = {descriptor for descriptor, _ in self._poll.poll(patience)}
         if self._wake_in in ready:
@@ -248,7 +248,7 @@ class ForkServer:
 
     def _signal_all(self, number: int) -> None:
         for group in (*self._leaders, *self._groups):
-            # A child that has not yet created its group can be reached only by its PID.
+            # A child that has not yet created its group can be reached only through its PID.
             if not proc.kill_group(group, number) and group in self._leaders:
                 with contextlib.suppress(ProcessLookupError):  # it has just ended
                     os.kill(group, number)
@@ -258,7 +258,7 @@ class ForkServer:
         while (info := _next_dead()) is not None:
             pid = info.si_pid
             if pid in self._leaders:
-                # Kill before reaping: as a zombie it still owns the group's number.
+                # Kill before reaping: the zombie still owns the group's number.
                 proc.kill_group(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             if pid in self._leaders:
@@ -267,7 +267,7 @@ class ForkServer:
                     self._send(_rank_end(rank, info))
         for group in [group for group in self._groups if not proc.kill_group(group, 0)]:
             self._empty[group] = self._groups.pop(group)
-        # Reported last: once no rank is alive, any remaining child had left its rank's group.
+        # Reported last: once no rank is alive, any child still left must have left its rank's group.
         if self._empty and (self._leaders or self._groups or not proc.kill_children()):
             for rank in self._empty.values():
                 if not silent:
@@ -276,7 +276,7 @@ class ForkServer:
 
     def _on_agent_died(self, *_: object) -> NoReturn:
         """Handle the agent's death: kill the ranks, then the orphans that their deaths reparent to this process."""
-        # The kernel sends the signal for every dying thread of the agent; once is enough.
+        # The kernel sends the signal for every dying thread of the agent; one is enough.
         signal.signal(proc.AGENT_DIED_SIGNAL, signal.SIG_IGN)
         self._signal_all(signal.SIGKILL)
         give_up = time.monotonic() + 1.5
@@ -309,7 +309,7 @@ def fork_unsafe_reason() -> str:
         return f"importing the workload started {threads - 1} thread(s)"
     started = sum(process_state(pid) not in ("Z", "") for pid in proc.children())
     if started:
-        # A child has one parent: ranks could not wait for it, and it would end with the first generation.
+        # A process has only one parent: ranks could not wait for it, and it would end with the first generation.
         return f"importing the workload started {started} process(es)"
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -325,7 +325,7 @@ def _import_workload(config: JobConfig, link: socket.socket) -> tuple[RankMain, 
     """
     gc.disable()
     try:
-        # Late: this imports torch, which takes seconds on a laptop and tens of seconds on a busy file system.
+        # Imported late, since this imports torch: seconds on a laptop, tens of seconds on a busy file system.
         from trainer.worker.main import rank_main
         from trainer.worker.startup.preimport import import_lazy_parts, import_workload
 
@@ -333,7 +333,7 @@ def _import_workload(config: JobConfig, link: socket.socket) -> tuple[RankMain, 
         gc.freeze()
         gc.enable()
         ours = frozenset(sys.modules)
-        # With the collector enabled: a module may have its own reasons to disable it.
+        # The collector stays enabled: a module may have its own reasons to disable it.
         import_workload(config)
     except BaseException as error:  # noqa: BLE001  # outermost edge
         text = in_use().text

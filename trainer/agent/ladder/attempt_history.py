@@ -23,10 +23,10 @@ class AttemptHistory:
     failed_generations: list[FailedGeneration] = field(default_factory=list)
     suspects: list[int] = field(default_factory=list)  # steps whose checkpoints must not be restored
     skipped: list[Skip] = field(default_factory=list)  # batches skipped by rollbacks of this attempt
-    hung: list[str] = field(default_factory=list)  # nodes blamed for a hang, once per hang
+    hung: list[str] = field(default_factory=list)  # nodes blamed for a hang, listed once per hang
     hangs: int = 0  # generations that ended in a hang
     generations: int = 0
-    new_nodes: bool = True  # nodes joined since the last generation; also True before the first
+    new_nodes: bool = True  # nodes have joined since the last generation; also True before the first
     earlier_futile: int = 0  # consecutive restarts that trained no new step
     furthest: int = 0  # furthest step trained by any earlier generation
     reached: int = 0  # furthest step of the running generation; 0 if none
@@ -86,6 +86,6 @@ class AttemptHistory:
         saved = report.saved
         self.advanced, self.saved = self.advanced or saved > self.saved, max(self.saved, saved)
         if saved in self.suspects and report.restored < saved:
-            # Saved again from an older checkpoint, so this step no longer holds the suspect state.
+            # This step was saved again, starting from an older checkpoint, so the suspect state is gone.
             self.suspects.remove(saved)
             self.failed_generations = [one for one in self.failed_generations if one.restored != saved]

@@ -1,10 +1,9 @@
-"""Judges why a user program fails: its own fault, its checkpoint, or the environment. Pure.
-Only errors that the bytes of a file can cause count as loading errors, whatever else they name; errors of a GPU, the
-network or missing permissions never do. Earlier output proves nothing: most programs print what they resume from,
-whatever fails next.
-The program's steps are unknown, and most programs turn every error into exit code 1, including a lost peer. So two
-failures match if the exception, the time trained and the amount of output match. Only failures that repeat soon after
-the start, with nothing saved, are for the user to fix.
+"""Judges whether a user program fails because of itself, its checkpoint or the environment. Pure.
+Only errors that the bytes of a file can cause count as loading errors, whatever else they mention. Errors from a GPU,
+the network or missing permissions never count. Earlier output proves nothing: most programs print what they resume
+from, whatever goes wrong afterwards. The program's steps are unknown, and most programs turn every error into exit code
+1, including a lost peer. So two failures match if the exception, the time trained and the amount of output match. Only
+failures that recur soon after the start, with nothing saved, are left for the user to fix.
 """
 
 import errno
@@ -27,7 +26,7 @@ _COMPLAINT = re.compile(r"(?i:error|fail|cannot|could not|unable|corrupt|invalid
 _CHAINED = re.compile(r"(During handling of the above|The above) exception")
 _ERRNO = re.compile(r"\b(?:errno|os error)\W{1,3}(\d{1,5})", re.IGNORECASE)
 _FILE_ERRNOS = frozenset({errno.ENOENT, errno.EINVAL, errno.EBADMSG, errno.EUCLEAN})
-"""Errnos of a missing, truncated or damaged file. The content of a file causes no other errors."""
+"""Errnos of a missing, truncated or damaged file. The content of a file causes no others."""
 _URL = r"://"
 _ABSOLUTE = r"(?<![\w./:~+@-])~?/(?![\w./+-]{0,300}\.(?:cc|cpp|cu|h|hpp|rs):\d)[\w.]"  # except lines of source code
 _QUOTED = r"['\"][^'\"]{0,300}/[^'\"]{0,300}['\"]"
@@ -41,7 +40,7 @@ _ARGUMENT = re.compile(r"\(\s{0,20}(?:open\(|Path\()?[rb]?['\"][^'\"{}]{0,300}[/
 def is_loading_error(error: str, lines: Sequence[str], checkpoint: str, *, raised: bool, doubt: bool) -> bool:
     """Return whether the error shows that the program was loading `checkpoint`, or any file if the name is empty.
     `error` is the class and message of the exception, if one was `raised`, or else the last of `lines`. `doubt` means
-    that the checkpoint is suspect for another reason, so an unexpected end of any file is sufficient.
+    that the checkpoint is suspect for another reason, so an unexpected end of any file is sufficient evidence.
     """
     trace = _last_traceback(lines)
     text = "\n".join((*trace, error))
@@ -68,7 +67,7 @@ def is_loading_error(error: str, lines: Sequence[str], checkpoint: str, *, raise
 
 
 def _causes(lines: Sequence[str]) -> list[str]:
-    """Return the messages of the exceptions that led to the last exception: its causes, or exceptions being handled."""
+    """Return the messages of the exceptions that led to the last one: its causes, or exceptions being handled."""
     lines = [RANK_PREFIX.sub("", line) for line in lines]
     chained = [at for at, line in enumerate(lines) if _CHAINED.match(line)]
     return [lines[at - 1] for at in chained if at]
@@ -89,23 +88,23 @@ def _is_named(checkpoint: str, text: str) -> bool:
 
 
 START_SECONDS = 300.0
-"""Seconds that a program may need to start. A program that ran longer is assumed to have trained."""
+"""Seconds that a program may need to start. If it runs longer, it is assumed to have trained."""
 
 LONGEST_SECONDS = 3600.0
-"""A program that ran longer than this worked, so a repeated failure does not prove that it is at fault."""
+"""A program that ran longer than this has worked, so a repeated failure does not prove that it is at fault."""
 
 REPEATS = 3
 """Consecutive matching failures after which another attempt is pointless."""
 
 MOST_SET_ASIDE = 3
-"""Maximum number of checkpoints set aside before the program trains on."""
+"""Maximum number of checkpoints set aside before the program trains again."""
 
 _OWN_KINDS = select_kinds(lambda traits: traits.of_the_program)
 """Failures raised by the program itself."""
 
 _TIME, _OUTPUT = 1.5, 1.25
 _FEW_SECONDS, _FEW_BYTES = 20.0, 400
-"""Times and amounts match within these ratios or differences."""
+"""Times and amounts that differ by no more than these ratios or differences match."""
 
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE})
 """Signals caused by the program's own actions, including loading a truncated file."""
@@ -123,9 +122,9 @@ class NewestCheckpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class CommandPast:
-    """Information about the program other than the exits of its ranks."""
+    """What is known about the program, apart from its ranks' exits."""
 
-    failures: tuple[CommandFailure, ...] = ()  # consecutive, oldest first, of the earlier generations
+    failures: tuple[CommandFailure, ...] = ()  # consecutive failures of earlier generations, oldest first
     newest: NewestCheckpoint | None = None
     saved: bool = False  # it saved a checkpoint of a new step in this generation
     saved_after: float = 0.0  # seconds from the start to the newest complete checkpoint, whatever its step; 0 if none
@@ -138,28 +137,29 @@ class CommandPast:
     doubtful: bool = False  # a checkpoint in `aside` has no sign of damage
     unmovable: str = ""  # reason why no checkpoint may be moved away; empty: allowed
     unmatched: str = ""  # names in `checkpoints.path` if `checkpoints.pattern` matches none of them
-    disk: str = ""  # why the run's folder was not writable when a rank had failed; empty: it was
+    disk: str = ""  # why the run's folder was not writable after a rank had failed; empty if it was
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommandJudgement:
-    """Whether another attempt is pointless, and why to set the newest checkpoint aside, if it should be."""
+    """Whether another attempt is pointless, and the reason to set the newest checkpoint aside, if any."""
 
     final: bool
     reason: str
     set_aside: str = ""
-    tries: int = 0  # failures from a retried checkpoint that shows no damage
+    tries: int = 0  # failures after loading one checkpoint that shows no damage
 
 
 def has_advanced(past: CommandPast, seconds: float) -> bool:
-    """Return whether this generation, started `seconds` ago, made progress: a checkpoint, or time if no step is known.
-    Steps that restart or alternate are indistinguishable from those of a program that starts at step 0 every time.
+    """Return whether this generation has made progress: saved a checkpoint or, if no step is known, run for long
+    enough. It was started `seconds` ago. Steps that restart or alternate look the same as in a program that always
+    starts at step 0.
     """
     return past.saved or (seconds if past.newest is None else past.saved_after) >= PROGRESS_SECONDS
 
 
 def command_cause(ends: Sequence[RankEnd], past: CommandPast, seconds: float) -> Decision:
-    """Return the cause among `ends`; this generation was started `seconds` ago."""
+    """Return the cause among `ends` of a generation that was started `seconds` ago."""
     root = find_root(ends)
     cause = find_cause(ends, trained=True)
     raised = cause.known_failure.kind in _OWN_KINDS and cause.retry and root.signal is None
@@ -171,12 +171,12 @@ def command_cause(ends: Sequence[RankEnd], past: CommandPast, seconds: float) ->
     limited = has_meaning(_error_text(root), Meaning.NO_PROCESSES)
     outside = limited or is_outside(_error_text(root))
     own = early is not None or (raised and not outside)
-    if cause.known_failure.kind is FailureKind.EXCEPTION:  # most programs turn every error into one
+    if cause.known_failure.kind is FailureKind.EXCEPTION:  # most programs report every failure this way
         failure = replace(failure, kind=FailureKind.UNKNOWN)
     if limited and LIMITS not in failure.reason:
         failure = replace(failure, reason=f"{failure.reason}; {LIMITS}")
     cause = replace(cause, failure=failure, mark="", outside=outside)
-    # Its last output may be lost for the same reason.
+    # Its last output may have been lost for the same reason.
     if own and past.disk:
         failure = replace(failure, kind=FailureKind.STORAGE, reason=f"{failure.reason}: {past.disk}")
         return replace(cause, action=Action.END, failure=failure)
@@ -201,7 +201,7 @@ def command_cause(ends: Sequence[RankEnd], past: CommandPast, seconds: float) ->
 
 
 def _ended_early(ends: Sequence[RankEnd], root: RankEnd) -> RankEnd | None:
-    """Return the first rank that exited 0 while another still waited for a peer, as with fewer batches."""
+    """Return the first rank that exited 0 while another still waited for a peer, as when it had fewer batches."""
     good = [end for end in ends if end.good and end.at <= root.at]
     waited = root.secondary or root.signal == signal.SIGABRT  # raised by communication libraries
     return min(good, key=lambda end: end.at) if good and waited else None
@@ -213,7 +213,7 @@ def judge(row: Sequence[CommandFailure], past: CommandPast) -> CommandJudgement:
     if reason := _why_set_aside(row, past):
         return CommandJudgement(final=False, reason=f", {_span(last.seconds)} after its start", set_aside=reason)
     tries = _tries(row, past)
-    # A program that made progress works; the same failure may have any cause.
+    # A program that has made progress works, so a repeated failure may have any cause.
     if last.saved:
         return CommandJudgement(final=False, reason=", after it had saved a checkpoint of its own")
     if last.seconds > LONGEST_SECONDS or last.crashed:
@@ -251,8 +251,8 @@ def _near(one: float, other: float, ratio: float, few: float) -> bool:
 
 
 def _tries(row: Sequence[CommandFailure], past: CommandPast) -> int:
-    """Return the number of failures soon after a start from the newest checkpoint, or 0 if it shows damage.
-    A second read of the same file may succeed, and an older checkpoint may load, so one failure decides nothing.
+    """Return how many failures came soon after a start from the newest checkpoint, or 0 if it shows damage.
+    A second read of the same file may succeed, and an older checkpoint may load, so a single failure decides nothing.
     """
     if past.newest is None or past.newest.damage or row[-1].trained:
         return 0
@@ -260,13 +260,13 @@ def _tries(row: Sequence[CommandFailure], past: CommandPast) -> int:
 
 
 def _why_set_aside(row: Sequence[CommandFailure], past: CommandPast) -> str:
-    """Return why a checkpoint must not be loaded again, or "" if all may be.
-    `past.torn` is chosen if set: a program may not load the newest checkpoint, and the torn one is useless.
+    """Return why a checkpoint must not be loaded again, or "" if any of them may be.
+    If set, `past.torn` is chosen: the program may not be loading the newest checkpoint, and the torn one is useless.
     """
     last, newest = row[-1], past.newest
     if newest is None or len(past.aside) >= MOST_SET_ASIDE:
         return ""
-    # Ranks might continue from different steps, or the program might load another checkpoint than expected.
+    # Ranks might continue from different steps, or the program might load a different checkpoint than expected.
     if past.unmovable:
         return ""
     if past.torn is not None:
@@ -275,15 +275,15 @@ def _why_set_aside(row: Sequence[CommandFailure], past: CommandPast) -> str:
             return ""
         why = f"the program failed {len(soon)} times soon after a start, and this checkpoint {past.torn.damage}"
         return f"{past.torn.name}, an older checkpoint, will be moved away before {newest.name} is blamed: {why}"
-    # The last complete checkpoint is never given up, and neither are several that all look damaged: the sign may be
-    # wrong. Moving a damaged first one costs no progress.
+    # The last complete checkpoint is never given up, nor are several that all look damaged, since the sign may be
+    # wrong. Moving a damaged first checkpoint away costs no progress.
     if not past.older and not (past.first and newest.damage):
         return ""
     if not newest.damage and (past.doubtful or last.crashed):
         return ""
     # Provably incomplete bytes are sufficient. Otherwise only failures to load a file count.
     by_bytes = bool(_is_torn(past) and past.older)
-    # A large checkpoint takes long to load; if it is damaged, a failure while loading does not mean it had trained.
+    # A large checkpoint takes a long time to load; if it is damaged, a late failure does not prove training.
     soon = [
         one for one in row
         if one.began_from == newest.identity
@@ -293,7 +293,7 @@ def _why_set_aside(row: Sequence[CommandFailure], past: CommandPast) -> str:
     ]  # fmt: skip
     if last not in soon:
         return ""
-    # A single failure may be an accident; but after a torn predecessor, a sign of damage is sufficient.
+    # A single failure may be an accident, but after another checkpoint was set aside, a sign of damage is sufficient.
     if len(soon) < 2 and not (newest.damage and past.aside):
         return ""
     why = f"it {newest.damage}" if newest.damage else f"the program failed {len(soon)} times soon after a start from it"
@@ -303,7 +303,7 @@ def _why_set_aside(row: Sequence[CommandFailure], past: CommandPast) -> str:
 
 
 def same_without(row: Sequence[CommandFailure]) -> bool:
-    """Return whether the newest failure matches an earlier one with another newest checkpoint."""
+    """Return whether the newest failure matches an earlier one that began from a different newest checkpoint."""
     last = row[-1] if row else None
     return last is not None and any(
         one.mark == last.mark and one.began_from and one.began_from != last.began_from for one in row
@@ -322,7 +322,7 @@ def likely_cause(root: RankEnd, past: CommandPast, row: Sequence[CommandFailure]
             return f"; its newest checkpoint was {past.aside[0]}, and {past.newest.name}{torn} {then}"
         if past.unmovable and _is_checkpoint_fault(root, past, row):
             return f"; its newest checkpoint is {past.newest.name}{torn}. orch moves no checkpoint, {past.unmovable}"
-        # The advice helps only if it failed while loading the checkpoint.
+        # The advice helps only if the program failed while loading the checkpoint.
         advised = not past.older and _is_checkpoint_fault(root, past, row)
         alone = ", and orch finds no complete older one: repair it, or move it away to start again" if advised else ""
         return f"; its newest checkpoint is {past.newest.name}{torn}{alone}"
@@ -346,7 +346,7 @@ def _is_checkpoint_fault(root: RankEnd, past: CommandPast, row: Sequence[Command
     """Return whether the loaded data, not the code, must be fixed."""
     if _is_torn(past) and past.older:
         return True
-    # Two undamaged checkpoints fail with the same error, one of complete files: the code or a library has changed.
+    # If two undamaged checkpoints cause the same error, and it is one of complete files, the code or a library changed.
     whole = past.newest is not None and not past.newest.damage and past.doubtful
     if whole and same_without(row) and has_meaning(_error_text(root), Meaning.MISFIT):
         return False
@@ -354,7 +354,7 @@ def _is_checkpoint_fault(root: RankEnd, past: CommandPast, row: Sequence[Command
 
 
 def _is_torn(past: CommandPast) -> bool:
-    """Return whether the bytes of the newest checkpoint cannot be complete."""
+    """Return whether the newest checkpoint's bytes cannot be complete."""
     return past.newest is not None and bool(past.newest.damage) and not past.newest.lacking
 
 

@@ -22,7 +22,7 @@ from trainer.protocol.skipped_batches import Skip
 
 
 async def record_skip(skip: Skip, attempt: AttemptDir, events: EventLog, *, seconds: float = 10.0) -> None:
-    """Record the batch before any rank can read it again; a hung file system delays this by at most `seconds`."""
+    """Record the batch before any rank can read it again, waiting at most `seconds` for a hung file system."""
     try:
         await run_detached(lambda: skipped_batches.add(attempt, [skip]), seconds)
     except (OSError, ValueError) as error:  # this attempt skips it anyway
@@ -31,10 +31,12 @@ async def record_skip(skip: Skip, attempt: AttemptDir, events: EventLog, *, seco
 
 
 SETTLE_SECONDS = 1.0
-"""Seconds for peers to report their own outcomes; bounded, since they may be blocked in a collective forever."""
+"""Seconds for peers to report their own outcomes; limited, since they may be blocked in a collective forever."""
 
 SURE_SECONDS = 0.2
-"""The same limit if an exit is self-explanatory: only an earlier exit could be the cause, and its report is coming."""
+"""The same limit if an exit is self-explanatory: only an earlier exit could be the cause, and it is about to be
+reported.
+"""
 
 QUICK_SECONDS = 60.0
 """Two equal exceptions at the same step, each within this many seconds, are classified as a deterministic bug."""
@@ -43,18 +45,18 @@ MAX_FUTILE_RESTARTS = 3
 """Consecutive restarts without a new step after which the attempt ends."""
 
 FIXED_BY_RESTART = select_kinds(lambda traits: traits.restarts_in_place)
-"""Failures that a new generation on the same nodes fixes."""
+"""Failures that a new generation on the same nodes can fix."""
 
 AGAIN_SECONDS = 30.0
-"""Minimum seconds left for a restart only to save: the kill, a warm start, a restore, a step or two, and the save.
-Longer than the 20 s after a SIGTERM: SIGKILL follows soon, and a clean end is better than an attempt to save.
+"""Minimum seconds left for a restart made only to save: a kill, a warm start, a restore, a step or two, and the save.
+This exceeds the 20 s after a SIGTERM: SIGKILL follows soon, and a clean end is better than an attempt to save.
 """
 
 START_SECONDS = 10.0
-"""The same minimum once everything is ready; with less, a generation would only be started to be killed."""
+"""The same minimum once everything is ready; with less time, a generation would be started only to be killed."""
 
 LONGEST_REASON = 2000
-"""Maximum characters of the outcome's reason: agents refuse overlong lines, and a desync may name every rank."""
+"""Maximum characters of the outcome's reason: agents reject overlong lines, and a desync may name every rank."""
 
 _EXAMINED = select_kinds(lambda traits: traits.examined)
 """Failures declared after examining all ranks, so no further reports will arrive."""
@@ -82,7 +84,7 @@ class Situation:
     overdue: bool = False  # the stop's deadline has passed
     left: float = 0.0  # seconds until that deadline
     command: CommandPast | None = None  # set if the ranks run the user's own command
-    broken: Failure | None = None  # failure of the machinery: an agent, a fork server, a preflight
+    broken: Failure | None = None  # failure other than a rank's: of an agent, a fork server or a preflight
     restored: int = 0  # step of the checkpoint that this generation started from; 0 if none
     spares: int = 0  # nodes that could replace another
     home: str = ""  # the coordinator's own node, which a spare cannot replace
@@ -112,7 +114,7 @@ def decide(now: Situation) -> Decision:
         return _replace(now, now.broken) or end(now.broken.reason, now.broken)
     if not now.bad() and now.broken is None:
         return _without_failure(now)
-    # All ranks are examined before a hang is declared, so none of them has more to report.
+    # All ranks are examined before a hang is declared, so none has anything more to report.
     asked = now.broken is not None and now.broken.kind in (FailureKind.HANG, FailureKind.DESYNC)
     if now.broken is not None and now.broken.kind in _EXAMINED and now.stopping is StopReason.NONE:
         return _after_failure(now)
@@ -145,7 +147,7 @@ def _without_failure(now: Situation) -> Decision:
         # Slurm signals every process of a step, so ranks may exit 0 before their agents report the signal.
         if now.command is not None and now.since_end < SETTLE_SECONDS:
             return Decision(action=Action.WAIT, reason="all ranks have ended; waiting for reports of a signal")
-        # The ranks finished, so the last save worked; only copies of it to further tiers fail.
+        # The ranks finished, so the last save worked; only copying it to other tiers is failing.
         copies = f"; {now.saves_failing}" if now.saves_failing else ""
         return Decision(action=Action.FINISH, reason=_cut(f"all ranks finished{copies}"))
     if now.overdue:
@@ -166,7 +168,7 @@ def _end_if_saves_fail(now: Situation, reason: str) -> Decision | None:
 
 def _failed_while_stopping(now: Situation) -> Decision:
     if now.command is not None:
-        # SIGTERM is the request, so death by SIGTERM or any exit code after it complies.
+        # SIGTERM is the request, so dying of it or exiting with any code afterwards complies.
         if len(now.ends) == now.world:
             return Decision(action=Action.STOP, reason=f"the command ended when asked: {now.stop_words}")
         if not now.overdue:
@@ -187,7 +189,7 @@ def _failed_while_stopping(now: Situation) -> Decision:
 
 def _bad_while_stopping(now: Situation, cause: Decision, reason: str) -> Decision:
     """Roll back while stopping.
-    The batch is skipped even without time to train and save, since the next attempt benefits.
+    The batch is skipped even if no time is left to train and save, since the next attempt benefits.
     """
     rollback = _roll_back(now, cause, reason, doubted=False)
     if rollback.action is not Action.ROLL_BACK or not (why_not := _no_time(now)):
@@ -208,13 +210,13 @@ def _no_time(now: Situation) -> str:
     """Return why no time is left for a restart. A rollback checks only this, since it uses no restart."""
     if now.history.restarted_to_save:
         return "once more after a restart for the save"
-    # The deadline also moves while ranks make progress; only the present remainder is certain.
+    # The deadline may still move while ranks make progress, but only the time left now is certain.
     return "" if now.left >= AGAIN_SECONDS else f"with {now.left:.0f} s left, too little to start again"
 
 
 def _after_failure(now: Situation) -> Decision:
     suspect = _new_suspect(now)
-    # A repeated failure after loading the same checkpoint may be the checkpoint's fault; first try an older one.
+    # A repeated failure after loading the same checkpoint may be the checkpoint's fault, so try an older one first.
     cause = _cause(now, forgive=suspect is not None)
     reason = cause.known_failure.reason
     if suspect is not None:
@@ -229,7 +231,7 @@ def _after_failure(now: Situation) -> Decision:
 
 
 def _new_suspect(now: Situation) -> tuple[int, str] | None:
-    """Return the step of the checkpoint that this generation started from, and why it is suspect, if that is new."""
+    """Return the step of the checkpoint that this generation started from and why it is suspect, if newly so."""
     if now.drill:
         return None
     last = failed_generation(_cause(now, forgive=True).known_failure, now.restored, None)
@@ -262,7 +264,7 @@ def _roll_back(now: Situation, cause: Decision, reason: str, *, doubted: bool) -
     assert cause.skip is not None
     if cause.skip.position in {skip.position for skip in now.history.skipped}:
         return end(f"{reason}; that batch should already have been skipped", failure, cause.mark)
-    # The batch was not the cause; an older checkpoint may help. Loss spikes are exempt, as bad batches come in runs.
+    # The batch was not the cause; an older checkpoint may help. Loss spikes are exempt, since bad batches come in runs.
     if not (doubted or failure.exception == LOSS_SPIKE) and failure.step in {skip.step for skip in now.history.skipped}:
         reason = f"{reason}; step {failure.step} was bad before, and its batch at that time was skipped"
         return end(reason, failure, cause.mark)
@@ -285,7 +287,7 @@ def _restart(now: Situation, cause: Decision, reason: str) -> Decision:
         return Decision(action=Action.RESTART, reason=reason, failure=failure, mark=cause.mark)
     if not cause.retry:
         return end(reason, failure, cause.mark)
-    # The steps of a command are unknown.
+    # A command's steps are unknown.
     if now.history.futile_restarts >= MAX_FUTILE_RESTARTS and now.command is None:
         return end(
             f"{reason}; {now.history.futile_restarts} restarts in a row have trained no new step", failure, cause.mark
@@ -305,7 +307,7 @@ def _restart(now: Situation, cause: Decision, reason: str) -> Decision:
 
 
 def _pause(now: Situation, cause: Decision) -> float:
-    """Return the pause in seconds before retrying a checkpoint that just failed, or an external server."""
+    """Return the pause in seconds before a checkpoint that just failed, or an external server, is tried again."""
     tries = cause.tries or (now.history.restarts_used + 1 if cause.outside else 0)
     if not tries:
         return 0.0
@@ -321,7 +323,7 @@ def _spent(budget: int, singular: str, plural: str) -> str:
 
 
 def _cause(now: Situation, *, forgive: bool = False) -> Decision:
-    """Return the root cause of the failure. If `forgive`, ignore an earlier occurrence at the same step."""
+    """Return the root cause of the failure. If `forgive` is set, ignore an earlier occurrence at the same step."""
     if now.broken is not None:
         action = Action.RESTART if now.broken.kind in FIXED_BY_RESTART else Action.END
         return Decision(action=action, reason=now.broken.reason, failure=now.broken, mark="broken")

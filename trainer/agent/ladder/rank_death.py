@@ -1,4 +1,4 @@
-"""The rank exit that caused a generation's failure, and the failure kind. Pure."""
+"""Finds the rank exit that caused a generation's failure, and the kind of failure. Pure."""
 
 import re
 import signal
@@ -48,24 +48,24 @@ def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "", r
     root = find_root(ends)
     kind, retry, what = _classify(root)
     error = f"{root.exception}: {root.message}" if root.exception else ""
-    # Before a generation's first step, errors of one class can have many causes.
+    # Before a generation's first step, errors of the same class can have many causes.
     words = VARYING.sub("#", error) if not root.step or root.step <= restored else root.exception
     mark = f"{words or root.signal or root.exit_code}@{root.step}"
     # A run that has trained has shown that its code works.
     outside = kind is FailureKind.EXCEPTION and trained and root.exception not in _CODE_ERRORS and is_outside(error)
     outside = outside or (kind is FailureKind.UNKNOWN and _meets_limit(root, error))  # this may be temporary, too
     kind = FailureKind.UNKNOWN if outside else kind
-    # A new job waits until a replaced installation is complete, and never mixes the old one with the new one.
+    # A new job waits until a replaced installation is complete, and never mixes the old and the new one.
     if kind is FailureKind.EXCEPTION and trained and has_meaning(error, Meaning.INSTALLATION):
         kind, retry, what = FailureKind.STORAGE, False, f"could not read its installation: {_short(error)}"
     own_exception = kind in (FailureKind.EXCEPTION, FailureKind.OUT_OF_MEMORY)
-    # Nothing has worked yet, so a retry is not expected to help.
+    # Nothing has worked yet, so retrying is unlikely to help.
     if own_exception and not trained:
         retry, what = False, f"{what}, before the first step"
-    # A deterministic bug recurs at the same place.
+    # A deterministic bug recurs at the same step.
     elif own_exception and mark == last_mark:
         retry, what = False, f"{what}, for the second time at step {root.step}"
-    # Without a retry the error counts as recurring.
+    # An error that is not retried counts as recurring.
     kind = FailureKind.USER_ERROR if kind is FailureKind.EXCEPTION and not retry else kind
     # All ranks read the same sums, so the first one to report is not to blame.
     shared = kind is FailureKind.NUMERIC
@@ -78,7 +78,7 @@ def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "", r
         exit_code=root.exit_code,
         signal=root.signal,
         exception=root.exception,
-        # orch itself writes the message of a bad step, in which the bad number varies.
+        # orch writes the message for a bad step itself, and the bad number in it varies.
         message=None if shared or root.exception is None else _short(root.message or ""),
     )
     skip = None if root.position is None else Skip(step=root.step or 0, position=root.position, reason=failure.reason)
@@ -87,7 +87,7 @@ def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "", r
 
 
 def is_outside(error: str) -> bool:
-    """Return whether an error shows a failure of the network, a server or another process."""
+    """Return whether an error points to a failure of the network, a server or another process."""
     return has_meaning(error, Meaning.OUTSIDE)
 
 
@@ -108,7 +108,7 @@ def secondary_order(end: RankEnd) -> int:
     if end.signal is not None:
         # Communication libraries abort the process when a peer is gone.
         return 1 if end.signal == signal.SIGABRT and not _mismatch(end) else 0
-    # It may have received another collective's data from the rank that gloo aborts.
+    # It may have received data of a different collective from the rank that gloo aborts.
     if end.exception is not None and _mismatch(end):
         return 1
     return 0 if end.exception is not None or end.exit_code in _RESERVED else 1
@@ -162,13 +162,13 @@ def _classify(end: RankEnd) -> tuple[FailureKind, bool, str]:
         return FailureKind.EXCEPTION, True, f"raised {_short(error)}"
     if end.exit_code in GOOD:
         return FailureKind.EXCEPTION, True, f"exited {end.exit_code} without reporting completion"
-    # The last line shows a program that did not start, or that a shell did not find.
+    # The last line names a program that did not start or that a shell did not find.
     why = f": {_short(end.lines[-1])}" if end.exit_code in _NOT_STARTED and end.lines else ""
     return FailureKind.EXCEPTION, True, f"ended with exit code {end.exit_code}{why}"
 
 
 def variable_named(error: str) -> str:
-    """Return the variable that an error of torch, gloo or NCCL concerns; gloo and NCCL do not name it."""
+    """Return the environment variable behind an error from torch, gloo or NCCL; gloo and NCCL do not name it."""
     named = re.search(r"\b(TORCH|NCCL|GLOO)_[A-Z_]+\b", error)
     return named[0] if named else "GLOO_SOCKET_IFNAME" if "Unable to find" in error else "NCCL_SOCKET_IFNAME"
 
@@ -181,7 +181,7 @@ def _memory_hint(end: RankEnd) -> str:
 
 
 def _mismatch(end: RankEnd) -> bool:
-    """Return whether an exit reports that ranks called different collectives, which no restart fixes."""
+    """Return whether an exit reports that ranks called different collectives, which no restart can fix."""
     return not end.secondary and has_meaning(end.message or "", Meaning.MISMATCH)
 
 

@@ -12,12 +12,12 @@ def replace(decision: Decision, roster: Roster, events: EventLog, *, drill: str 
     `drill` is the kind of drill that caused the loss, if any.
     This is safe even if a lost node, or a blamed node's ranks, survive out of reach for a while:
     - Its agent ends its ranks when its connection ends or times out, and is never admitted again. A blamed node's agent
-      was ordered to kill them and has no node rank any more.
+      was ordered to kill them and no longer has a node rank.
     - Its ranks cannot train: every step needs all ranks of their generation, and those on other nodes are killed before
       a new generation starts.
     - They cannot commit or delete a checkpoint: rank 0, on the coordinator's node, leads both, and a commit needs a
-      message from every rank of its generation. (Only on a node's own disk may the node's first rank delete.)
-    - They cannot corrupt one: files are only created, never overwritten, and each generation uses its own names.
+      message from every rank of its generation. (One exception: on a node's own disk, its first rank may delete.)
+    - They cannot corrupt a checkpoint: files are only created, never overwritten, under names unique to a generation.
     """
     failure = decision.known_failure
     _exclude_nodes(decision, roster)
@@ -50,7 +50,7 @@ def _replaced_nodes(decision: Decision) -> tuple[str, ...]:
 
 def left_behind(decision: Decision) -> tuple[str, ...]:
     """Return nodes whose ranks may outlive the start of the next generation, or an empty tuple if all nodes continue.
-    A hung driver or disk keeps a rank from dying, which is why its node is given up.
+    A hung driver or disk may keep a rank from dying, which is why its node is given up.
     """
     return _replaced_nodes(decision) if decision.action is Action.REPLACE else ()
 

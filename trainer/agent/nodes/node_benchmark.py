@@ -1,4 +1,4 @@
-"""Detection of unfit nodes from the measurements of all ranks before their first step."""
+"""Detects unfit nodes from measurements that all ranks take before their first step."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ _EARLIER = 8
 _READ = 1 << 20
 """Bytes read from each attempt's events; measurements are near the beginning."""
 _AGREE = 2
-"""Number of earlier measurements, close to each other, that define the usual speed."""
+"""Minimum number of earlier measurements, close to each other, that define the usual speed."""
 
 
 class NodeBenchmark:
@@ -46,7 +46,7 @@ class NodeBenchmark:
             self._measured[message.rank] = speeds
 
     def end_trial(self, now: float) -> bool:
-        """End the trial if all ranks have been measured or are overdue, and return whether it ends now.
+        """End the trial if every rank has been measured or the rest are overdue, and return whether it ends now.
         The time limit starts when the first measurement arrives.
         """
         overdue = self._first is not None and now - self._first > self._config.seconds
@@ -59,18 +59,18 @@ class NodeBenchmark:
         return [rank for rank in range(len(self._nodes)) if rank not in self._measured]
 
     def median_speeds(self) -> dict[str, float]:
-        """Return the median over the nodes, the reference for later attempts of this run."""
+        """Return the median over the nodes, which later attempts of this run use as reference."""
         by_node = self._speeds_by_node().values()
         return {name: median(node[name] for node in by_node) for name in _WORDS} if by_node else {}
 
     def failure(self, history: Mapping[str, float] | None = None) -> Failure | None:
         """Return the failure of the node to blame, slowest first, or None if all are fit or no node can be blamed.
-        `history` has the usual speed for each measurement, for nodes of the same kind.
+        `history` holds the usual speed for each measurement, for nodes of the same kind.
         """
         return (self._slow_node(history or {}) or self._badly_connected_node()) if self._comparable else None
 
     def _speeds_by_node(self) -> dict[str, dict[str, float]]:
-        """Return the speed of each node's slowest rank by node and measurement."""
+        """Return the speed of each node's slowest rank, keyed by node and measurement."""
         found: dict[str, dict[str, float]] = {}
         for rank, speeds in self._measured.items():
             node = found.setdefault(self._nodes[rank], {})
@@ -106,7 +106,7 @@ class NodeBenchmark:
         nodes = sorted({node for pair in seconds for node in pair})
         if len(nodes) < _FEWEST:
             return None
-        # In a small ring one bad node affects half the pairs or more, so the speed that a third of them reach is usual.
+        # In a small ring one bad node affects half the pairs or more, so the fastest third defines the usual speed.
         usual = sorted(seconds.values())[(len(seconds) - 1) // 3]
         bad = {pair for pair, took in seconds.items() if took * self._config.slowest > usual}
         own = {node: {pair for pair in seconds if node in pair} for node in nodes}
@@ -124,7 +124,7 @@ def _suspect(node: str, reason: str) -> Failure:
 
 def usual_speeds(run: RunDir, attempt: int, config: PreflightConfig) -> dict[str, float]:
     """Return the median speeds of this run's earlier attempts, omitting measurements that disagree. Reads files.
-    Measurements further apart than the slow-node limit come from different machines or other load.
+    Measurements further apart than the slow-node limit come from different machines or under a different load.
     """
     earlier = [
         speeds for number in range(max(1, attempt - _EARLIER), attempt) for speeds in _recorded_speeds(run, number)
@@ -138,7 +138,7 @@ def usual_speeds(run: RunDir, attempt: int, config: PreflightConfig) -> dict[str
 
 
 def _recorded_speeds(run: RunDir, attempt: int) -> Iterator[dict[str, float]]:
-    """Yield the speeds of one attempt's first trial; nothing if they cannot be read."""
+    """Yield the speeds of one attempt's first trial, or nothing if they cannot be read."""
     try:
         with run.attempt(attempt).event_file("coordinator").open("rb") as stream:
             lines = stream.read(_READ).splitlines()

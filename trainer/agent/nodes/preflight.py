@@ -1,4 +1,4 @@
-"""Node checks before training: GPUs, shared memory, and its first benchmark."""
+"""Checks of a node before training: its GPUs, its shared memory and more."""
 
 import os
 import re
@@ -28,7 +28,7 @@ _BRAKES = {
     "hw_power_brake_slowdown": "its power supply throttles it",
     "sw_thermal_slowdown": "the driver slows it down because of heat",
 }
-"""Causes of low clocks that an idle GPU should not have."""
+"""Causes of low clock speeds that an idle GPU should not show."""
 _MEMORY_FAULTS = {
     "ecc_errors/*/sram_threshold_exceeded": "has exceeded its manufacturer's limit on SRAM errors",
     "retired_pages/pending_retirement": "needs a reset before broken pages of its memory are retired",
@@ -37,14 +37,14 @@ _MEMORY_FAULTS = {
 }
 """Fields that are "yes" if a GPU is broken."""
 _BRAKE_TAGS = ("clocks_event_reason_", "clocks_throttle_reason_")
-"""Tag prefixes used by drivers. Drivers since 535 use the first."""
+"""Tag prefixes used by drivers; those since 535 use the first."""
 _LINKS_OF = re.compile(r"^GPU (\d+):")
 _LINK = re.compile(r"^\s+Link \d+: (\S+)")
 
 
 def complaints(report: str) -> list[str]:
     """Return descriptions of broken GPUs from an `nvidia-smi -q -x` report, or an empty list if it cannot be parsed.
-    An unknown driver's report proves nothing against a node. Missing GPUs are counted elsewhere.
+    A report in an unknown format proves nothing against a node. Missing GPUs are counted elsewhere.
     """
     try:
         gpus = ElementTree.fromstring(report).findall("gpu")
@@ -54,7 +54,7 @@ def complaints(report: str) -> list[str]:
 
 
 def _gpu_complaints(gpu: ElementTree.Element) -> Iterator[str]:
-    # Drivers count by kind of memory; older ones report one sum.
+    # Drivers count errors by kind of memory; older ones report a single total.
     counts = [item.text or "" for item in gpu.findall("ecc_errors/volatile/*") if "uncorrectable" in item.tag]
     errors = sum(int(count) for count in counts if count.strip().isdigit())
     recovery = _read_fields(gpu, "gpu_recovery_action")
@@ -78,8 +78,8 @@ def _read_fields(gpu: ElementTree.Element, path: str) -> set[str]:
 
 def lost_links(report: str) -> str:
     """Return the GPUs in `nvidia-smi nvlink --status` with fewer links up than their neighbours, or "" if none.
-    The expected number depends on the machine. Bridges join pairs: a GPU without a bridge has no link up, and both
-    GPUs of a narrow bridge have the same number. Neither counts as a loss.
+    The expected number depends on the machine. Bridges join pairs: a GPU without a bridge has no links up, and both
+    GPUs on a narrow bridge have equally many. Neither counts as a loss.
     """
     up: dict[int, int] = {}
     gpu = -1
@@ -98,9 +98,9 @@ _FEWEST_FILES = 1024
 _DEVICES = Path("/dev")
 _AMD = Path("/dev/kfd")
 _DRIVER_SECONDS = 20.0
-"""Time limit for one driver query. Several must fit into the coordinator's timeout for the whole preflight."""
+"""Time limit for one driver query. Several queries must fit into the coordinator's timeout for the whole preflight."""
 _SHARED_MEMORY = Path("/dev/shm")
-_LEAST_SHARED = 16 << 20  # per rank, for NCCL's buffers; gloo and the progress cells need no such space
+_LEAST_SHARED = 16 << 20  # per rank, for NCCL's buffers; gloo and the progress cells need hardly any
 
 
 def examine(run_dir: Path, config: JobConfig) -> list[PreflightFault]:
@@ -119,7 +119,7 @@ def examine(run_dir: Path, config: JobConfig) -> list[PreflightFault]:
 
 
 def _run_folder(run_dir: Path) -> PreflightFault | None:
-    """Check the operations that every checkpoint needs: write, fsync, rename, read back."""
+    """Check the operations that every checkpoint needs: write, fsync, rename and read back."""
     probe = run_dir / f".probe-{secrets.token_hex(6)}"
     token = secrets.token_bytes(32)
     try:
@@ -135,8 +135,8 @@ def _run_folder(run_dir: Path) -> PreflightFault | None:
 
 
 def ahead_of_files(run_dir: Path) -> float | None:
-    """Return how many seconds this node's clock is ahead of the run folder's server, or None if unknown.
-    It is 0 on file systems that date files by the writer's own clock.
+    """Return how many seconds this node's clock is ahead of the run folder's server's, or None if unknown.
+    The result is 0 on file systems that date files by the writer's own clock.
     """
     probe = run_dir / f".probe-{secrets.token_hex(6)}"
     before = time.time()
@@ -199,7 +199,7 @@ def _interface(name: str) -> PreflightFault | None:
 
 
 def _devices(wanted: int) -> PreflightFault | None:
-    """Check the number of GPUs. Query the driver first, since a GPU that is off the bus keeps its file in /dev."""
+    """Check the number of GPUs. Query the driver first, since a GPU that fell off the bus keeps its file in /dev."""
     if not wanted or _AMD.exists():
         return None
     found = _driver_count()
@@ -240,7 +240,7 @@ def _driver(*arguments: str) -> str:
 
 
 def find_blamed_node(faults: Mapping[str, Sequence[PreflightFault]]) -> Failure | None:
-    """PURE: blame a node for the faults that the nodes reported (by name). Return None if all are fit.
+    """PURE: blame a node for the faults that the nodes reported, keyed by name. Return None if all nodes are fit.
     A node is suspect only for faults that other nodes do not share, or that are local by nature.
     """
     sick = {node: found for node, found in faults.items() if found}
@@ -267,8 +267,8 @@ def skew(
     ahead: Mapping[str, float], config: PreflightConfig, of_files: Mapping[str, float | None] = MappingProxyType({})
 ) -> Failure | None:
     """PURE: blame a node for clock skew. `ahead` is each clock's lead over the coordinator's, in seconds.
-    If two nodes disagree, the node whose clock agrees with the file server's is right (`of_files`: lead over it in
-    seconds). If neither or both agree, no node is blamed, so a wrong file server blames none.
+    If two nodes disagree, the one whose clock agrees with the file server's is right (`of_files`: each clock's lead
+    over it in seconds). If neither or both agree, no node is blamed, so a wrong file server blames none.
     """
     if not ahead:
         return None

@@ -1,8 +1,7 @@
 """The agents of a job, their machines and their node ranks.
-Node rank n runs the global ranks from n x ranks_per_node on, whichever node holds it. Nodes without a node rank are
-spares: they wait with a warm fork server until they replace a node.
-Nodes under one switch get neighbouring node ranks, so that the neighbouring ranks of a shard group communicate through
-as few switches as possible.
+Node rank n runs the global ranks from n x ranks_per_node on, whichever node has that node rank. Nodes without a node
+rank are spares: they wait with a warm fork server until they replace a node. Nodes under one switch get neighbouring
+node ranks, so that the neighbouring ranks of a shard group communicate through as few switches as possible.
 """
 
 import asyncio
@@ -64,8 +63,9 @@ Switches = Mapping[int, tuple[str, ...]]
 def assign_node_ranks_to(
     count: int, fit: Collection[int], switches: Switches = MappingProxyType({})
 ) -> tuple[NodeRanks | None, str]:
-    """Return the first assignment: the leader, the nearest nodes in the network, then others. Return None for too few.
-    Equally near nodes, and nodes without known switches, are taken in ascending order.
+    """Return the initial assignment, or None if too few nodes are fit.
+    The leader comes first, then its nearest nodes in the network, then others. Equally near nodes, and nodes without
+    known switches, are taken in ascending order.
     """
     if LEADER not in fit:
         return None, f"node {LEADER}, which leads the job, cannot train"
@@ -93,7 +93,7 @@ def _by_switch(nodes: Collection[int], switches: Switches) -> Callable[[int], tu
 def replacements(
     node_ranks: Mapping[int, int], fit: Collection[int], ready: Collection[int]
 ) -> tuple[tuple[Replacement, ...], str]:
-    """Return the spares that replace nodes no longer fit, or no moves if there are too few spares.
+    """Return the spares that replace nodes that are no longer fit, or no moves if there are too few spares.
     The other nodes keep their node ranks, so their ranks find copies of their state in their own node's memory.
     """
     vacant = [node_rank for node_rank, node in sorted(node_ranks.items()) if node not in fit]
@@ -122,13 +122,13 @@ class Member:
     name: str
     peer: AgentPeer
     last_message_at: float
-    has_sent: bool = False  # a message after its hello
+    has_sent: bool = False  # it has sent a message after its hello
     faults: list[PreflightFault] | None = None
     ready: bool = False
     gone: int = 0  # newest generation with no process left on this node
-    lost: str = ""  # why it was lost
+    lost: str = ""  # reason for its loss
     machine: str = ""  # identity of its machine, if known
-    switches: tuple[str, ...] = ()  # above it, topmost first
+    switches: tuple[str, ...] = ()  # switches above it, topmost first
     ahead: float = 0.0  # seconds by which its clock leads the coordinator's, including network delay
     ahead_of_files: float | None = None  # seconds by which it leads the clock of the run folder's server
     excluded: str = ""  # why its node must not train although its agent answers
@@ -140,7 +140,7 @@ class Member:
 
 
 class Roster:
-    """The agents that have joined; turns their connections into messages for the coordinator's inbox."""
+    """The agents that have joined. It turns their connections into messages for the coordinator's inbox."""
 
     def __init__(
         self, nodes: int, attempt: int, deliver: Callable[[int, InboxMessage], None], *, node_ranks: int | None = None,
@@ -151,10 +151,10 @@ class Roster:
         self._wanted = nodes if node_ranks is None else node_ranks
         self._assigned = False
         self._last_tick: float | None = None
-        self._moved: float | None = None  # time a rank last moved; None before any was started
+        self._moved: float | None = None  # when a rank last moved; None before any was started
         self._given_up: set[int] = set()  # nodes that will not join
         self.members: dict[int, Member] = {}
-        self.node_ranks: NodeRanks = dict(enumerate(range(self._wanted)))  # until all are examined
+        self.node_ranks: NodeRanks = dict(enumerate(range(self._wanted)))  # provisional until all nodes are examined
 
     def admit(self, hello: Hello, peer: AgentPeer) -> str:
         """Admit an authenticated agent, one per node of this attempt, and return the reason for a refusal, or ""."""
@@ -170,7 +170,7 @@ class Roster:
             return ""
         if member.has_sent or member.lost:
             return _NO_PLACE
-        # It received no welcome in time and connects again.
+        # It did not receive a welcome in time and is connecting again.
         member.peer.drop()
         member.peer, member.name, member.last_message_at = peer, name, time.monotonic()
         return ""
@@ -189,7 +189,7 @@ class Roster:
                 self._deliver(member.node, AgentLost(reason=reason))
 
     async def _receive(self, member: Member, peer: AgentPeer) -> str:
-        """Receive until the connection ends, and return the reason if a message cannot be read."""
+        """Receive messages until the connection ends, and return the reason if one cannot be read."""
         try:
             while (message := await peer.receive()) is not None and member.peer is peer:
                 self._note(member, message, time.monotonic())
@@ -199,7 +199,7 @@ class Roster:
         return ""
 
     def _note(self, member: Member, message: FromAgent, now: float) -> None:
-        """Record the time of a message. A report that differs from the previous report means that ranks move."""
+        """Record the time of a message. A report that differs from the previous one means that ranks are moving."""
         member.last_message_at, member.has_sent = now, True
         if isinstance(message, ProgressReport) and _place(message) != _place(member.progress):
             self._moved = now
@@ -246,7 +246,7 @@ class Roster:
         self._given_up.add(node)
 
     def assign_node_ranks(self) -> str:
-        """Assign node ranks and send them, if there are enough nodes, and return the reason."""
+        """If there are enough nodes, assign node ranks and send them. Return the reason in any case."""
         switches = {member.node: member.switches for member in self._usable()}
         node_ranks, reason = assign_node_ranks_to(self._wanted, list(switches), switches)
         if node_ranks is None:
@@ -257,7 +257,7 @@ class Roster:
         return reason
 
     def replace_nodes(self) -> tuple[tuple[Replacement, ...], str]:
-        """Give the node ranks of lost or excluded nodes to spares. If impossible, return no moves and the reason."""
+        """Give the node ranks of lost or excluded nodes to spares. If that fails, return no moves and the reason."""
         fit = [member.node for member in self._usable()]
         moves, reason = replacements(self.node_ranks, fit, [node for node in fit if self.members[node].ready])
         for move in moves:
@@ -266,7 +266,7 @@ class Roster:
         return moves, reason
 
     def is_needed(self, node: int) -> bool:
-        """Return whether the job cannot continue unchanged without this node."""
+        """Return whether losing this node keeps the job from continuing unchanged."""
         return node in self.node_ranks.values() if self._assigned else not self.could_train()
 
     def find_node(self, name: str | None) -> int | None:
@@ -293,7 +293,7 @@ class Roster:
 
     def all_gone(self, generation: int, *, but: Collection[str] = ()) -> bool:
         """Return whether this generation is gone from every training node that is not lost.
-        `but` has the names of nodes to ignore.
+        `but` names nodes to ignore.
         """
         return all(member.gone >= generation for member in self.training_members() if member.name not in but)
 
@@ -308,8 +308,8 @@ class Roster:
         self._last_tick = now
 
     def find_timed_out(self, now: float) -> tuple[Member, str] | None:
-        """Return an agent that has been silent for too long, and the reason. The limit drops while no rank moves."""
-        # Relative to the newest message of any agent, so that a suspended coordinator does not lose all of them.
+        """Return an agent that has been silent for too long, and the reason. The limit is lower while no rank moves."""
+        # Relative to the newest message from any agent, so that a suspended coordinator does not lose all of them.
         latest = min(now, max((member.last_message_at for member in self.present_members()), default=now))
         standing = self._moved is not None and now - self._moved > STALLED_TIMEOUT_SECONDS
         patience = STALLED_TIMEOUT_SECONDS if standing else AGENT_TIMEOUT_SECONDS
@@ -324,7 +324,7 @@ class Roster:
             member.peer.send(message)
 
     def start_generation(self, start: StartGeneration) -> None:
-        """Order every training node to start its ranks, with its node rank."""
+        """Order every training node to start its ranks, and tell it its node rank."""
         self._moved = time.monotonic()
         for node_rank, node in self.node_ranks.items():
             if not self.members[node].lost:
@@ -337,7 +337,7 @@ class Roster:
         return [self.members[node].name for node in order if node in self.members]
 
     async def wait_until_disconnected(self, seconds: float) -> None:
-        """Wait until every agent has disconnected, at most `seconds`."""
+        """Wait until every agent has disconnected, for at most `seconds`."""
         give_up = time.monotonic() + seconds
         while any(not member.peer.hung_up() for member in self.present_members()) and time.monotonic() < give_up:
             await asyncio.sleep(0.01)

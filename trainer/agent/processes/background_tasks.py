@@ -24,8 +24,8 @@ class HungFileSystem(OSError):
 
 
 async def run_detached(function: Callable[[], T], seconds: float) -> T:
-    """Return the value of `function`. Raises TimeoutError if it is late, or else the exception from `function`.
-    asyncio.to_thread is not used, because the interpreter waits for its threads at exit.
+    """Return the value of `function`. Raises TimeoutError if it is late, and passes on any exception from it.
+    asyncio.to_thread is not used, because at exit the interpreter waits for its threads.
     """
     return await asyncio.wait_for(start_detached(function), seconds)
 
@@ -39,7 +39,7 @@ async def read_file(function: Callable[[], T], path: Path, seconds: float) -> T:
 
 
 class RepeatedRead(Generic[T]):
-    """A repeated read that may hang; at most one runs at a time, so a dead file system costs one thread."""
+    """A repeated read that may hang. At most one runs at a time, so a dead file system ties up only one thread."""
 
     def __init__(self, function: Callable[[], T], path: Path, clock: Callable[[], float] | None = None) -> None:
         self._function, self._path, self._clock = function, path, clock or time.monotonic
@@ -49,7 +49,8 @@ class RepeatedRead(Generic[T]):
 
     async def result(self, seconds: float) -> T:
         """Return a result that is newer than the last one. Raises HungFileSystem after `seconds`.
-        Every read gets at least `SHORTEST_READ` seconds: a near deadline proves nothing about the file system.
+        Every read gets at least `SHORTEST_READ` seconds; a deadline that is too close proves nothing about the file
+        system.
         """
         seconds = max(seconds, SHORTEST_READ)
         if self._reading is None:
@@ -61,7 +62,7 @@ class RepeatedRead(Generic[T]):
         return reading.result()
 
     def poll(self, pause: float) -> "asyncio.Future[T] | None":
-        """Return a finished read once. Otherwise, start a read if the last one started at least `pause` seconds ago."""
+        """Return each finished read once. If none is running, start one, at least `pause` seconds after the last."""
         done = None
         if self._reading is None:
             if self._clock() - self.began_at >= pause:
@@ -103,7 +104,7 @@ def start_detached(function: Callable[[], T]) -> "asyncio.Future[T]":
 
 Task = asyncio.Task[None]
 _MAX_PRINTED = 20
-"""Maximum number of printed tracebacks: a failing callback may be called again immediately."""
+"""Maximum number of tracebacks printed, since a failing callback may be called again immediately."""
 
 
 class SupervisedTasks:
@@ -140,7 +141,7 @@ def report_exceptions(on_error: Callable[[BaseException], None]) -> None:
 
     def on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
-        # An abandoned future may fail later without harm to the agent.
+        # An abandoned future may fail later without harming the agent.
         if not isinstance(error, BaseException) or isinstance(context.get("future"), asyncio.Future):
             loop.default_exception_handler(context)
             return
@@ -165,16 +166,16 @@ def describe_error(error: BaseException) -> str:
 
 MOST_TEXTS = 10_000
 MOST_CHARACTERS = 16 << 20
-"""Limits of the text waiting for a hung file; text beyond them is lost."""
+"""Limits on the text that may wait for a hung file; text beyond them is lost."""
 
 CLOSE_SECONDS = 5.0
-"""Maximum delay of the exit caused by a hung file."""
+"""Maximum time by which a hung file may delay the exit."""
 
 
 class WriteBehind:
-    """Writer that keeps the order of `append` and writes immediately while the file responds; never raises OSError.
-    `write` and `close` may block, and run only in the writer's thread. `lost` is called with every text that could not
-    be written and the reason, but only with the first of several texts that did not fit.
+    """Writer that keeps the order of `append` calls and writes immediately while the file responds. It never raises
+    OSError. `write` and `close` may block, and run only in the writer's thread. `lost` is called with every text that
+    could not be written, and the reason. If several texts in a row do not fit, it is called only for the first.
     """
 
     def __init__(
@@ -204,18 +205,18 @@ class WriteBehind:
         """Return why no more text is accepted, or "" if text is accepted."""
         if self._closed:
             return "the writer is closed"
-        # Once full, it accepts nothing until all is written: gaps are few, and each is reported.
+        # Once full, it accepts nothing until everything is written, so gaps are few and each is reported.
         if len(self._texts) >= MOST_TEXTS or self._characters >= MOST_CHARACTERS:
             self._full = True
         return "too much text waits for a hung file; further text is lost until the file responds" if self._full else ""
 
     def flush(self, seconds: float) -> bool:
-        """Wait at most `seconds` until all is written, and return whether it was."""
+        """Wait at most `seconds` for everything to be written, and return whether it was."""
         with self._news:
             return self._news.wait_for(lambda: not self._texts, seconds)
 
     def close(self, seconds: float | None = None) -> None:
-        """Flush, then let the thread close the file after writing the rest."""
+        """Flush, then leave it to the thread to write the rest and close the file."""
         done = self.flush(CLOSE_SECONDS if seconds is None else seconds)
         with self._news:
             self._closed = True

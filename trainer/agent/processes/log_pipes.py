@@ -1,6 +1,6 @@
 """Output of a node's processes, read by the agent from pipes and written to rotated log files.
 A process that writes to a file itself, such as a user's own program, could fill the disk. The agent also replaces
-secret values with their names here, whichever process printed them.
+secret values with their names here, no matter which process printed them.
 """
 
 import fcntl
@@ -20,7 +20,7 @@ from trainer.protocol.secrets.secret_redaction import RedactedStream
 PIPE_BYTES = 1 << 20
 _BLOCK = 1 << 18
 MOST_WAITING = 32 << 20
-"""Maximum bytes waiting for the file system; beyond this, printing processes block."""
+"""Maximum bytes waiting for the file system; beyond that, processes that print block."""
 STALL_SECONDS = 5.0
 """Seconds that processes block while the file system accepts nothing; later output is dropped."""
 
@@ -47,7 +47,7 @@ class _Log:
 
 
 class LogPipes:
-    """Logs of one node. Two threads, so that a hung file system does not block printing processes."""
+    """Logs of one node. Two threads handle them, so that a hung file system does not block processes that print."""
 
     def __init__(self, limits: LogsConfig | None = None, *, stall_seconds: float = STALL_SECONDS) -> None:
         self._limits, self._stall_seconds = limits or LogsConfig(), stall_seconds
@@ -81,7 +81,7 @@ class LogPipes:
             return theirs
 
     def settle(self, path: Path, seconds: float) -> bool:
-        """Wait at most `seconds` until all output so far is in the log's file, and return whether it was."""
+        """Wait at most `seconds` for all output so far to reach the log's file, and return whether it did."""
         deadline = time.monotonic() + seconds
         with self._news:
             if self._news.wait_for(lambda: self._is_written(path), seconds):
@@ -99,10 +99,10 @@ class LogPipes:
             self._closed = True
             self._news.notify_all()
             for log in self._logs.values():
-                os.close(log.theirs)  # the reader sees the end of every pipe that no other process holds
+                os.close(log.theirs)  # the reader sees the end of every pipe that no other process keeps open
 
     def _release(self, path: Path) -> None:
-        """Queue the held-back end of a log, which may have been the beginning of a secret."""
+        """Queue the end of a log that was held back because it might have been the beginning of a secret."""
         if path in self._logs and self._logs[path].redacted.held:
             self._chunks.append((self._logs[path], b"", 0))
             self._news.notify_all()
@@ -120,7 +120,7 @@ class LogPipes:
 
     def _take(self, log: _Log) -> None:
         with self._news:
-            # A process that outpaces the disk blocks, but only briefly if the disk does not respond.
+            # A process that is faster than the disk blocks, but only briefly if the disk does not respond.
             patience = 0.0 if self._stalled else self._stall_seconds
             has_room = self._news.wait_for(lambda: self._waiting < MOST_WAITING, patience)
             self._stalled = not has_room

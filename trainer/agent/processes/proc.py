@@ -17,7 +17,7 @@ from trainer.protocol.node_identity import NodeIdentity
 from trainer.protocol.run_dir import AttemptDir
 
 _SECONDS = 5.0
-"""Time limit for the report; a hung file system may be why the coordinator was lost."""
+"""Time limit for the report; the coordinator may have been lost because of a hung file system."""
 
 
 async def write_agent_report(attempt: AttemptDir, identity: NodeIdentity, end: AgentEnd, why: str) -> None:
@@ -36,7 +36,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def set_pdeathsig(parent: int, number: int = signal.SIGKILL) -> None:
-    """Request signal `number` on the death of process `parent`; exits immediately if it is already dead."""
+    """Request signal `number` for when process `parent` dies; exit immediately if it is already dead."""
     _prctl(_PR_SET_PDEATHSIG, number)
     # The parent may have died before the call.
     if os.getppid() != parent:
@@ -54,7 +54,7 @@ def kill_group(group: int, number: int = signal.SIGKILL) -> bool:
         os.killpg(group, number)
     except ProcessLookupError:
         return False
-    except PermissionError:  # a member has changed its user: it exists but cannot be killed
+    except PermissionError:  # a member now runs as another user: it exists but cannot be killed
         return True
     return True
 
@@ -90,7 +90,7 @@ _PROC = Path("/proc")
 _TICK = os.sysconf("SC_CLK_TCK")
 _UTIME, _STIME = 11, 12  # counted from the state, the first field after the name
 _CPU_CLOCK = 2
-"""The kernel's number for a process CPU clock; the remaining bits of the clock ID are the process."""
+"""The kernel's number for a process CPU clock; the remaining bits of the clock ID identify the process."""
 _THREADS = 500
 """Maximum number of threads described per process."""
 _TEXT = 16384
@@ -105,7 +105,7 @@ class ProcessActivity:
     state: str  # of its first thread: R S D T t Z
     cpu_seconds: float  # of all its threads, user and kernel mode
     io_bytes: int  # read and written through system calls, to any target
-    starved_seconds: float = 0.0  # its first thread was runnable without a core
+    starved_seconds: float = 0.0  # its first thread was runnable but had no core
 
 
 def read_activity(pid: int) -> ProcessActivity | None:
@@ -131,7 +131,7 @@ def threads_named(pid: int, name: str) -> tuple[int, ...]:
 
 
 def threads_cpu_seconds(pid: int, threads: Collection[int]) -> float:
-    """Return the CPU time of some threads of a process, in seconds; threads that are gone do not count."""
+    """Return the total CPU seconds of some threads of a process; threads that are gone do not count."""
     return sum(_read_schedstat(_PROC / str(pid) / "task" / str(thread)).ran for thread in threads)
 
 
@@ -143,7 +143,7 @@ def group_members(groups: Collection[int]) -> dict[int, list[int]]:
             continue
         try:
             group = os.getpgid(int(name))
-        except OSError:  # it has exited meanwhile, or is hidden from this user
+        except OSError:  # it has exited in the meantime, or is hidden from this user
             continue
         if group in found:
             found[group].append(int(name))
@@ -151,7 +151,7 @@ def group_members(groups: Collection[int]) -> dict[int, list[int]]:
 
 
 def _stat(path: Path) -> list[str]:
-    """Return a stat file's fields from the state on. The name before the state may contain spaces and parentheses."""
+    """Return a stat file's fields, starting with the state. The name before it may contain spaces and parentheses."""
     return path.read_text(errors="replace").rpartition(")")[2].split()
 
 
@@ -180,7 +180,7 @@ def _read_schedstat(folder: Path) -> _Scheduled:
 
 
 def _io_bytes(pid: int) -> int:
-    """Return the bytes moved by its system calls, or 0 if unknown."""
+    """Return the bytes moved by a process's system calls, or 0 if unknown."""
     try:
         lines = (_PROC / str(pid) / "io").read_text().splitlines()
     except OSError:
@@ -190,7 +190,7 @@ def _io_bytes(pid: int) -> int:
 
 
 def describe(pid: int) -> dict[str, Any] | None:
-    """Return /proc's information on a process and its threads, for display, or None if it does not exist.
+    """Return /proc's information on a process and its threads, for display, or None if the process does not exist.
     An unreadable file is replaced by the reason. WARNING: this may block while the kernel holds its memory map.
     """
     folder = _PROC / str(pid)
@@ -232,7 +232,7 @@ def _thread(folder: Path) -> dict[str, Any]:
 
 
 def _descriptors(folder: Path) -> dict[str, str]:
-    """Return the targets of its open descriptors, which show the file that a rank is stuck on."""
+    """Return the targets of a process's open descriptors, which show the file that a rank is stuck on."""
     try:
         names = sorted(os.listdir(folder), key=int)
     except OSError as error:
@@ -241,7 +241,7 @@ def _descriptors(folder: Path) -> dict[str, str]:
     for name in names[:_THREADS]:
         try:
             found[name] = os.readlink(folder / name)
-        except OSError:  # closed meanwhile
+        except OSError:  # closed in the meantime
             continue
     return found
 
@@ -258,7 +258,7 @@ _KILLED = re.compile(rb"Killed process (\d+) ")
 _RECORD = 8192
 """Maximum bytes of a record in the kernel's log."""
 _FIRST_NAMESPACE = "pid:[4026531836]"
-"""PID namespace used by the kernel's log."""
+"""The PID namespace that the kernel's log uses."""
 _NO_LIMIT = 1 << 60
 
 
@@ -275,7 +275,7 @@ class OomKills:
         self._pids: set[int] = set()
 
     def words(self, pid: int | None) -> str:
-        """Describe the kernel's kill of this process and the limit. Return "" without evidence of a kill."""
+        """Describe how the kernel killed this process, and the limit. Return "" if there is no evidence of a kill."""
         if self._log is not None:
             self._pids.update(_new_pids(self._log))
             killed = pid in self._pids

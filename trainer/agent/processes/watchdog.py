@@ -1,4 +1,4 @@
-"""Watchdog process of each agent; kills the agent if it is stopped by a signal or stuck in the kernel.
+"""Each agent's watchdog process, which kills the agent if it is stopped by a signal or stuck in the kernel.
 Uses only the standard library: `python -S watchdog.py DESCRIPTOR PID SECONDS REPORT NODE NAME`.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 LOOK_SECONDS = 1.0
 LATE_SECONDS = 3.0
-"""A check later than this means that this process did not run either.
+"""If a check is later than this, this process was not running either.
 The whole job was suspended or starved of CPU time.
 """
 REPORT_SECONDS = 5.0
@@ -21,7 +21,7 @@ REPORT_SECONDS = 5.0
 
 
 def add_silence(silent: float, passed: float, moved: bool) -> float:
-    """PURE: return the seconds without a heartbeat, `passed` seconds after the last check at `silent` seconds."""
+    """PURE: return the seconds without a heartbeat, `passed` seconds after a check that found `silent` seconds."""
     return 0.0 if moved or passed > LOOK_SECONDS + LATE_SECONDS else silent + passed
 
 
@@ -53,7 +53,7 @@ def process_state(pid: int) -> str:
 
 
 def report(path: Path, node: int, name: str, reason: str) -> None:
-    """Write the report of an agent that cannot do so itself."""
+    """Write the report for an agent that cannot do so itself."""
     fields = {"node": node, "name": name, "end": "frozen", "reason": reason, "time": time.time()}
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(json.dumps(fields))

@@ -1,5 +1,5 @@
 """The checkpoint writers of one node: one process and one memory file per local rank, both kept across generations.
-The agent owns them because a rank's copies of its state must outlive the rank, for use by a restart in place.
+The agent owns them because a rank's copies of its state must outlive the rank for a restart in place to use.
 """
 
 import asyncio
@@ -51,8 +51,8 @@ class CheckpointWriter:
     @contextlib.contextmanager
     def connection(self) -> Iterator[list[int]]:
         """Yield descriptors for this generation's rank (the memory and its end of a new connection), then close them.
-        End the connection of an earlier generation. Yield no descriptors if no writer is available; ranks then create
-        their own.
+        Any connection from an earlier generation ends. Yield no descriptors if no writer is available; ranks then
+        create their own.
         """
         theirs = self._connect_or_restart()
         if theirs is None:
@@ -83,7 +83,7 @@ class CheckpointWriter:
         return theirs
 
     def _listens(self) -> bool:
-        """Return whether it is alive and has accepted every connection so far, which a stopped writer has not."""
+        """Return whether the writer is alive and has accepted every connection so far, as a stopped one would not."""
         with contextlib.suppress(BlockingIOError, ConnectionError):
             while self._untaken and self._control.recv(1):
                 self._untaken -= 1
@@ -93,7 +93,7 @@ class CheckpointWriter:
         self._control.close()
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel, on a dead disk
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it is stuck in the kernel because of a dead disk
                 self._process.wait(_LEAVE_SECONDS)
 
     def dismiss(self) -> None:

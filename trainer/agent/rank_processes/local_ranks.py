@@ -30,7 +30,7 @@ from trainer.protocol.requests import REFUSED, Request
 
 @dataclass(kw_only=True)
 class LocalRank:
-    """Local rank as seen by its agent."""
+    """A local rank as seen by its agent."""
 
     rank: int
     cell: ProgressCell
@@ -43,7 +43,7 @@ class LocalRank:
     gone: bool = False
     reported: bool = False  # its exit was reported to the coordinator
     last: Progress = field(default_factory=Progress)
-    reported_end: RankEnd | None = None  # its own report of its end, over its control socket
+    reported_end: RankEnd | None = None  # the rank's own report of its end, over its control socket
 
     def descriptors(self) -> list[int]:
         assert self.theirs is not None
@@ -56,7 +56,7 @@ class LocalRank:
             self.theirs = None
 
     def receive_message(self) -> FromRank | MessageError | None:
-        """Return its next message, if any; its exit report is also kept."""
+        """Return the rank's next message, if any; an exit report is also kept."""
         try:
             message = receive_message(self.control, FROM_RANK)
         except OSError:
@@ -68,7 +68,7 @@ class LocalRank:
         return message
 
     def read_progress(self) -> Progress:
-        """Return the newest consistent reading. Ignore a torn reading, left by a rank that died while writing."""
+        """Return the newest consistent reading. A torn one, left by a rank that died while writing, is ignored."""
         reading = self.cell.read()
         if reading is not None:
             self.last = reading
@@ -94,7 +94,7 @@ class LocalRanks:
             self.by_rank[rank] = LocalRank(rank=rank, cell=cell, control=ours, theirs=theirs, stacks=stacks)
 
     def memory_kill(self, rank: int, number: int | None) -> str:
-        """Describe the kernel's out-of-memory kill of this rank. Return "" if there was none."""
+        """Describe how the kernel killed this rank for lack of memory. Return "" if it did not."""
         return self.oom_kills.words(self.by_rank[rank].pid) if number == signal.SIGKILL else ""
 
     def ask(self, reason: StopReason, deadline: float) -> None:
@@ -111,14 +111,14 @@ class LocalRanks:
         """Send the address of the store that rank 0 created to every other rank."""
         for local in self.by_rank.values():
             if local.rank != 0 and not local.ended:
-                with contextlib.suppress(OSError):  # it has died; its exit is on its way
+                with contextlib.suppress(OSError):  # it has died; its exit report is on its way
                     send_message(local.control, store)
 
     def all_gone(self) -> bool:
         return all(local.gone for local in self.by_rank.values())
 
     def all_reported(self) -> bool:
-        """Return whether all are gone and their exits were reported to the coordinator."""
+        """Return whether all ranks are gone and their exits have been reported to the coordinator."""
         return all(local.gone and local.reported for local in self.by_rank.values())
 
     def mark_never_started(self) -> None:
@@ -127,7 +127,9 @@ class LocalRanks:
             local.ended = local.gone = local.reported = True
 
     def summary(self) -> ProgressReport:
-        """Return the slowest rank's step and phase and the first rank's loss."""
+        """Summarize the ranks: the slowest rank's step and phase, the first rank's loss, and the highest of other
+        values.
+        """
         readings = [(local, local.read_progress()) for local in self.by_rank.values()]
         slowest = min((reading for _, reading in readings), key=lambda reading: reading.step)
         first_rank, first = readings[0]
@@ -145,13 +147,13 @@ class LocalRanks:
         )
 
     def kill_directly(self) -> None:
-        """Kill ranks without a fork server; they are now children of this process, with their own process groups."""
+        """Kill ranks whose fork server is gone. This process has adopted them; each has its own process group."""
         for local in self.by_rank.values():
             if local.pid is not None and not local.gone:
                 kill_group(local.pid, signal.SIGKILL)
 
     def kill_uncollected(self) -> None:
-        """Kill ranks while the fork server may reap them at any time; until then a group's number is not reused."""
+        """Kill ranks while the fork server may still reap them; until it does, a group's number is not reused."""
         for local in self.by_rank.values():
             if local.pid is None or local.handle is None or local.ended:
                 continue
@@ -172,7 +174,7 @@ class LocalRanks:
 
 
 OBEY_SECONDS = 3.0
-"""Seconds before a fork server is checked; it normally kills its ranks within milliseconds."""
+"""Seconds to wait before checking on a fork server; it normally kills its ranks within milliseconds."""
 TERM_SECONDS = 5.0
 """Seconds between SIGTERM and SIGKILL for a user's program."""
 
@@ -195,7 +197,7 @@ async def kill_generation(
         await asyncio.sleep(obey)
         if ranks.all_gone() or link.lost:
             return
-        # With memory pinned for a GPU a rank takes long to die, which is not the fork server's fault; it is kept.
+        # A rank with memory pinned for a GPU takes a while to die. The fork server is not to blame, so it is kept.
         ranks.kill_uncollected()
         reason = _why_not_obeyed(ranks, link)
         if reason:
@@ -221,8 +223,8 @@ async def kill_orphaned_ranks(
     exclude: Collection[int] = (),
 ) -> None:
     """Kill the process groups of all remaining ranks and the processes that left those groups, and report each exit.
-    `exclude` has children of this process other than ranks: checkpoint writers. A process that cannot be killed (hung
-    in the kernel) is abandoned after half a minute and not reported gone.
+    `exclude` holds this process's children that are not ranks: checkpoint writers. A process that cannot be killed
+    (hung in the kernel) is abandoned after half a minute and not reported as gone.
     """
     give_up = time.monotonic() + _LONGEST
     left = True
@@ -259,7 +261,7 @@ def _collect(local: LocalRank, ended: Callable[[RankEnd], None]) -> None:
 
 
 def _collect_other_children(ranks: LocalRanks) -> None:
-    """Reap processes started by ranks; `_collect` reaps and reports the ranks themselves."""
+    """Reap processes that ranks started; `_collect` reaps and reports the ranks themselves."""
     own = {local.pid for local in ranks.by_rank.values() if not local.ended}
     try:
         while (info := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and info.si_pid not in own:
@@ -275,11 +277,11 @@ AGENT_KINDS = {
 """Faults that an agent injects into its own node. A rank injects the faults in `KINDS` itself."""
 
 _BY_SIGNAL = {"kill-rank": signal.SIGKILL, "stop-rank": signal.SIGSTOP}
-"""Kinds that the agent carries out immediately, without waiting for a step."""
+"""Kinds of faults that the agent injects immediately, without waiting for a step."""
 
 
 def drill_order(request: Request, cluster: ClusterShape) -> tuple[InjectFault | None, str]:
-    """Return the order for a drill request, or None if it is refused, and the answer."""
+    """Return the order for a drill request (None if it is refused) and the answer."""
     kind, at = request.detail, 0 if request.value is None else int(request.value)
     node = kind in AGENT_KINDS
     if not node and kind not in KINDS:

@@ -1,4 +1,4 @@
-"""A rank's exit: its last output and the exception in that output."""
+"""A rank's exit: its last output and the exception shown in it."""
 
 import json
 import re
@@ -24,7 +24,7 @@ _WHAT = re.compile(r"^[ \t]*what\(\):[ \t]*(\S.*)$", re.MULTILINE)
 
 
 LINES, WIDTH = 20, 200
-"""Limits of the log lines sent and displayed."""
+"""Limits on the log lines sent and displayed."""
 _MOST = 1 << 20
 """Maximum bytes read from a log."""
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(\x07|\x1b\\)|\x1b.")
@@ -39,7 +39,7 @@ _NOT_COMPILED = re.compile(r"^(SyntaxError|IndentationError|TabError): (.*)$")
 
 @dataclass(frozen=True, kw_only=True)
 class LastOutput:
-    """Last lines without escape sequences, bytes written in this generation, and class and message of the exception."""
+    """Last lines without escape sequences, bytes written in this generation, and the exception's class and message."""
 
     lines: tuple[str, ...] = ()
     written: int = 0
@@ -68,7 +68,7 @@ def last_output(log: Path, generation: int, error_file: Path) -> LastOutput:
 
 
 def _plain(line: str) -> str:
-    """Return a line as finally displayed in a terminal: without escapes, and with a progress bar's last state."""
+    """Return a line as a terminal would finally show it: without escapes, and with a progress bar's last state."""
     return _ESCAPES.sub("", line.rstrip("\r").rpartition("\r")[2]).translate(_CONTROLS).rstrip()
 
 
@@ -101,14 +101,14 @@ _READ_SECONDS = 2.0
 
 
 def decode_shell_exit(exit_code: int | None, number: int | None) -> tuple[int | None, int | None]:
-    """Return exit code and signal; a shell's exit code above 128 means that a signal killed its child."""
+    """Return the exit code and the signal; a shell's exit code above 128 means that a signal killed its child."""
     if exit_code is not None and 128 < exit_code <= 128 + signal.SIGRTMAX:
         return None, exit_code - 128
     return exit_code, number
 
 
 def add_local_facts(end: RankEnd, local: LocalRank, ranks: LocalRanks, node: str, *, command: bool) -> RankEnd:
-    """Add the information in the agent's memory to a rank's end, without using the disk.
+    """Add what the agent has in memory to a rank's end, without using the disk.
     `command` is true for a user's own program, which is known only by its exit and its log.
     """
     while local.receive_message() is not None:
@@ -125,7 +125,7 @@ async def complete_end(
     attempt: AttemptDir, end: RankEnd, own: RankEnd | None, *, command: bool, logs: LogPipes
 ) -> RankEnd:
     """Complete a rank's end for the coordinator with the rank's own report, from its socket (`own`) or its files.
-    Files that the file system shows late are not awaited: orch's own rank reports the same over its socket.
+    Files that the file system shows late are not awaited, since orch's own ranks report the same over their sockets.
     """
     with suppress(TimeoutError, RuntimeError):  # RuntimeError: the node cannot start another thread
         await run_detached(lambda: logs.settle(attempt.rank_log(end.rank), _READ_SECONDS), _READ_SECONDS)
@@ -137,7 +137,7 @@ async def complete_end(
         own = written or own
     if own is None:
         return replace(end, message=cpp_exception)
-    # It reported everything before it died; a crash in the interpreter's teardown changes nothing.
+    # It had reported everything before it died, so a crash while the interpreter shut down changes nothing.
     return replace(
         end, reported=True, exit_code=own.exit_code, signal=None, step=own.step, exception=own.exception,
         message=(own.message or "")[:_LONGEST], secondary=own.secondary, position=own.position,

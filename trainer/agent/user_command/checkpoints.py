@@ -1,6 +1,6 @@
-"""Checkpoints of a user's own program: groups the entries of a folder and checks them for damage.
+"""Checkpoints of a user's own program: groups a folder's entries into checkpoints and checks these for damage.
 Programs write a file per rank, or one for the model and one for the optimizer. All files of one step form one
-checkpoint: ranks that load different steps silently train a mixture.
+checkpoint, since ranks that load different steps silently train a mixture.
 """
 
 import os
@@ -25,11 +25,13 @@ from trainer.protocol.failures.outcome import legible
 _NUMBER = re.compile(r"\d+", re.ASCII)
 _RANK = re.compile(r"(?<![a-z])(rank[-_=]?)(\d+)", re.IGNORECASE | re.ASCII)
 _TEMPORARY = re.compile(r"(?<![a-z])(tmp|temp|partial|incomplete|lock|bak|old)(?![a-z])", re.IGNORECASE)
-"""Words in the names of files left by an interrupted save, which belong to no checkpoint."""
+"""Words in the names of files that an interrupted save leaves behind and that belong to no checkpoint."""
 
 
 def group(names: Collection[str], config: CommandCheckpointsConfig, most: int) -> list[tuple[int, str, list[str]]]:
-    """Return the newest checkpoints, newest first: step, an entry matching the pattern, names of the other entries."""
+    """Return the newest checkpoints, newest first: the step, an entry matching the pattern, and the other entries'
+    names.
+    """
     matched: dict[int, list[str]] = defaultdict(list)
     for name in sorted(names):
         if (step := config.parse_step(name)) is not None:
@@ -82,7 +84,7 @@ def _begins(name: str, prefix: str, step: int) -> bool:
 
 
 def _form(name: str, step: int) -> str:
-    """Return the name without its first number if that is the step, or else ""."""
+    """Return the name without its first number, provided that this is the step; otherwise ""."""
     first = _NUMBER.search(name)
     if first is None or parse_digits(first[0]) != step:
         return ""
@@ -111,9 +113,9 @@ def find_digits(name: str, step: int) -> str:
 
 
 def counterpart(name: str, main: str, other_main: str, others: Iterable[str]) -> str | None:
-    """Return the entry of another step that corresponds to this one, such as the same rank's, or None if none does.
-    `main` and `other_main` are the entries that the pattern matches; where their numbers differ, such as in the step,
-    the numbers of the two entries may differ too.
+    """Return another step's entry that corresponds to this one, such as the same rank's, or None if none does.
+    `main` and `other_main` are the entries that the pattern matches; wherever their numbers differ, as in the step, the
+    numbers of the two entries may differ too.
     """
     if not is_alike(main, other_main):
         return None
@@ -138,7 +140,7 @@ _MOST, _MOST_ENTRIES = 1000, 100
 
 
 def scan_identities(folder: Path) -> dict[str, str]:
-    """Return the identity of each entry by its name, or an empty dict if the folder is missing. Raises OSError."""
+    """Return each entry's identity, keyed by name, or an empty dict if the folder is missing. Raises OSError."""
     try:
         with os.scandir(folder) as entries:
             return {entry.name: f"{entry.name}.{entry.inode():x}" for entry in entries}
@@ -157,8 +159,8 @@ def record_earlier(folder: Path, config: CommandCheckpointsConfig) -> Stamps:
 def leave_out_earlier(
     folder: Path, there: Mapping[str, str], config: CommandCheckpointsConfig, earlier: Stamps
 ) -> tuple[dict[str, str], set[str]]:
-    """Return the entries without earlier checkpoints above the run's newest one, and the names of earlier ones.
-    A checkpoint changed since the first start is the run's own. Raises OSError.
+    """Return all entries except earlier checkpoints above the run's newest one, and the names of all earlier ones.
+    A checkpoint that has changed since the first start is the run's own. Raises OSError.
     """
     steps = {name: step for name in there if (step := config.parse_step(name)) is not None}
     old = {name for name in steps if there[name] in earlier}
@@ -174,7 +176,7 @@ def leave_out_earlier(
 
 
 def _newest_change(path: Path) -> int:
-    """Return when an entry, or anything within its folder if readable, last changed. Raises OSError."""
+    """Return when an entry, or anything within it that is readable, last changed. Raises OSError."""
     times = [path.lstat().st_mtime_ns]
     with suppress(OSError):
         times += [os.lstat(entry).st_mtime_ns for entry in islice(_entries(path), _MOST_ENTRIES)]
@@ -187,21 +189,21 @@ def _entries(folder: Path) -> Iterator[str]:
 
 
 MOST = 20
-"""Maximum number of checkpoints read; only the names of older ones are known."""
+"""Maximum number of checkpoints read; for older ones, only the names are known."""
 _MOST_FILES, _MOST_FOLDERS = 2000, 2000
 _LARGEST = 64 << 20
 _ARCHIVES = frozenset({".pt", ".pth", ".bin", ".ckpt", ".npz"})
 _WEIGHTS = frozenset({".safetensors", ".distcp", ".json", ".pkl", ".npy", *_ARCHIVES})
 """Suffixes of files that are never empty in a complete checkpoint, except markers."""
 _MARKERS = frozenset({".bin", ".json", ".pkl"})
-"""Suffixes also used for empty markers, and for files of a rank that has nothing to write."""
+"""Suffixes also used for empty markers, and for the files of a rank that has nothing to write."""
 _GARBLED = (NotImplementedError, struct.error, ValueError, OverflowError, EOFError, LookupError, MemoryError)
 """Raised by zipfile for a directory with garbled numbers."""
 _INCOMPLETE = "checkpoint-is-incomplete.txt"
 """Left by Hugging Face's Trainer in a checkpoint that it had no time to finish; the Trainer ignores it when loading."""
 
 _BESIDE = "../"
-"""Prefix of file names in the other entries of a checkpoint."""
+"""Prefix for the names of files in a checkpoint's other entries."""
 
 Files = dict[str, tuple[int, int]]
 """Name relative to the checkpoint's path (empty: a file itself) -> size in bytes and time of the last change (ns)."""
@@ -210,7 +212,7 @@ Files = dict[str, tuple[int, int]]
 @dataclass(frozen=True, kw_only=True)
 class CommandCheckpoint:
     """Checkpoint of a user program.
-    `identity` distinguishes it from a later one with the same name; `damage` gives why it is incomplete.
+    `identity` distinguishes it from a later one with the same name; `damage` is the reason why it is incomplete.
     """
 
     step: int
@@ -219,9 +221,9 @@ class CommandCheckpoint:
     files: Files
     siblings: tuple[str, ...] = ()  # names of other entries in its folder that belong to it
     earlier: bool = False  # it existed before the run's first start and has not changed since
-    cut: bool = False  # it has more than the listed files
+    cut: bool = False  # it has more files than listed
     damage: str = ""
-    lacking: bool = False  # `damage` is only a missing file, which is weak evidence
+    lacking: bool = False  # `damage` is just a missing file, which is weak evidence
 
     @property
     def bytes(self) -> int:
@@ -229,7 +231,7 @@ class CommandCheckpoint:
 
     @property
     def parts(self) -> int:
-        """Return how many of its entries have similar names, like entries from different ranks."""
+        """Return how many of the checkpoint's entries have similar names, as entries from different ranks do."""
         return 1 + sum(is_alike(name, self.path.name) for name in self.siblings)
 
     def place(self, name: str) -> Path:
@@ -242,8 +244,8 @@ class CommandCheckpoint:
 def find(
     folder: Path, config: CommandCheckpointsConfig, earlier: Stamps | None = None
 ) -> tuple[list[CommandCheckpoint], set[str]]:
-    """Return the newest checkpoints, newest step first, and the identities of all. A missing folder has none.
-    Raises OSError if it cannot be read.
+    """Return the newest checkpoints, newest step first, and all identities. A missing folder has neither.
+    Raises OSError if the folder cannot be read.
     """
     there = scan_identities(folder)
     entries, old = leave_out_earlier(folder, there, config, earlier or {})
@@ -254,8 +256,8 @@ def find(
 
 
 def find_other_rank(folder: Path) -> str:
-    """Return another rank's folder that is not examined, if this folder is, or is in, a rank's folder, or else "".
-    Raises OSError.
+    """If this folder is, or is in, one rank's folder, return that of another rank, which is not examined. Return ""
+    otherwise. Raises OSError.
     """
     for place in (folder, *folder.parents):
         if has_rank(place.name) and (others := same_but_for_rank(place.name, scan_identities(place.parent))):
@@ -264,8 +266,8 @@ def find_other_rank(folder: Path) -> str:
 
 
 def find_written_later(found: Sequence[CommandCheckpoint], config: CommandCheckpointsConfig) -> str:
-    """Return the name of a checkpoint newer, by name and files, than the highest step's, or "" if none.
-    If steps restart, as in a second training stage, they do not show which checkpoint the program loads.
+    """Return the name of a checkpoint that is newer, by its name and files, than the highest step's, or "" if none is.
+    If steps restart, as in a second training stage, they do not reveal which checkpoint the program loads.
     """
     entries = [entry for one in found for entry in _dated_entries(one, config)]
     for name, numbers, written in entries[1:]:
@@ -276,7 +278,7 @@ def find_written_later(found: Sequence[CommandCheckpoint], config: CommandCheckp
 
 def _dated_entries(one: CommandCheckpoint, config: CommandCheckpointsConfig) -> Iterator[tuple[str, list[int], int]]:
     """Yield matching names, with the numbers before the step and the time of the oldest file (ns).
-    Files added later, such as results, thus do not count.
+    The oldest counts because files such as results may be added later.
     """
     for name in (one.path.name, *one.siblings):
         if config.parse_step(name) is not None:
@@ -290,7 +292,7 @@ def _entry_name(file: str, one: CommandCheckpoint) -> str:
 
 
 def read_again(one: CommandCheckpoint, config: CommandCheckpointsConfig) -> CommandCheckpoint | None:
-    """Return the checkpoint's current state without its damage, or None if it is gone. Raises OSError."""
+    """Return the checkpoint's current state, without assessing damage, or None if it is gone. Raises OSError."""
     there = scan_identities(one.path.parent)
     up_to = [name for name in there if (step := config.parse_step(name)) is None or step <= one.step]
     for step, name, siblings in group(up_to, config, 1):
@@ -308,7 +310,7 @@ def _read(path: Path, step: int, identity: str, siblings: Sequence[str]) -> Comm
             found, more = _read_entry(path.parent / name)
             files.update({f"{_BESIDE}{name}{'/' if inside else ''}{inside}": state for inside, state in found.items()})
             cut = cut or more
-    except OSError:  # deleted by the program meanwhile, or unreachable
+    except OSError:  # deleted by the program in the meantime, or unreachable
         return None
     return CommandCheckpoint(
         step=step, path=path, identity=identity, files=files, siblings=tuple(siblings), cut=cut
@@ -316,7 +318,7 @@ def _read(path: Path, step: int, identity: str, siblings: Sequence[str]) -> Comm
 
 
 def _read_entry(path: Path) -> tuple[Files, bool]:
-    """Return the files of a folder, or the file itself, and whether there are more. Raises OSError."""
+    """Return a folder's files, or the file itself, and whether there are more. Raises OSError."""
     found, cut = _list_folder(path) if path.is_dir() else ([path], False)
     states = [(file, _state(file)) for file in found[:_MOST_FILES]]
     files = {"" if file == path else str(file.relative_to(path)): state for file, state in states if state is not None}
@@ -338,7 +340,7 @@ def _state(file: Path) -> tuple[int, int] | None:
 
 def _list_folder(folder: Path) -> tuple[list[Path], bool]:
     """Return the files and symbolic links in a folder, and whether there are more than the limits allow.
-    Raises OSError for an unreadable folder, which may not be empty.
+    Raises OSError for an unreadable folder, since it may not be empty.
     """
 
     def refuse(error: OSError) -> None:
@@ -353,7 +355,7 @@ def _list_folder(folder: Path) -> tuple[list[Path], bool]:
 
 
 def assess_damage(found: list[CommandCheckpoint], most: int = 4) -> list[CommandCheckpoint]:
-    """Return the checkpoints, the newest `most` of them with their damage."""
+    """Return the checkpoints, with damage assessed for the newest `most` of them."""
     filled = {kind for one in found[:most] for kind in _kinds(one, filled=True)}
     judged = [replace(one, damage=damage(one, filled)) for one in found[:most]]
     whole = [one for one in judged if not one.damage]
@@ -364,14 +366,14 @@ def assess_damage(found: list[CommandCheckpoint], most: int = 4) -> list[Command
 
 
 def damage(one: CommandCheckpoint, filled: Collection[str]) -> str:
-    """Return a cheaply found sign that this checkpoint cannot be complete, or "" if there is none.
-    `filled` has the kinds of files that are non-empty in some checkpoint of the run.
+    """Return a sign, found cheaply, that this checkpoint cannot be complete, or "" if there is none.
+    `filled` lists the kinds of files that are non-empty in some checkpoint of the run.
     """
     if one.files.keys() & {_INCOMPLETE, *(f"{_BESIDE}{name}/{_INCOMPLETE}" for name in one.siblings)}:
         return f"is marked as incomplete by {_INCOMPLETE}"
     if not one.cut and all(name.startswith(_BESIDE) for name in one.files):
         return "is an empty folder"
-    read_metadata = cache(_read_metadata)  # once for all its ranks
+    read_metadata = cache(_read_metadata)  # read once for all ranks
     for name in sorted(one.files):
         if one.files[name][0] == 0 and _may_be_empty(one, name, filled, read_metadata):
             continue
@@ -383,8 +385,8 @@ def damage(one: CommandCheckpoint, filled: Collection[str]) -> str:
 def _may_be_empty(
     one: CommandCheckpoint, name: str, filled: Collection[str], read_metadata: Callable[[Path], bytes]
 ) -> bool:
-    """Return whether a complete checkpoint may contain this file empty."""
-    # torch writes one file per rank, and its metadata names the files with content.
+    """Return whether this file may be empty in a complete checkpoint."""
+    # torch writes one file per rank, and its metadata names those with content.
     if name.endswith(".distcp"):
         return os.fsencode(Path(name).name) not in read_metadata(one.place(name).parent)
     # A marker is empty in all checkpoints; among several files of one kind, some ranks may have nothing to write.
@@ -392,7 +394,7 @@ def _may_be_empty(
 
 
 def _read_metadata(folder: Path) -> bytes:
-    """Return the pickled metadata of torch.distributed.checkpoint about its files, or no bytes if unreadable."""
+    """Return torch.distributed.checkpoint's pickled metadata for its files, or b"" if it cannot be read."""
     try:
         with open_regular(folder / ".metadata") as stream:
             return stream.read(_LARGEST)
@@ -401,8 +403,8 @@ def _read_metadata(folder: Path) -> bytes:
 
 
 def _lacks(one: CommandCheckpoint, older: Sequence[CommandCheckpoint]) -> str:
-    """Return a file kind in both newest complete older checkpoints but not in this one, or "" if none.
-    A kind that only one of them has was added later, such as an export or evaluation results.
+    """Return a kind of file that the two newest complete older checkpoints have but this one lacks, or "" if none. A
+    kind that only one of those has was added later, such as an export or evaluation results.
     """
     if len(older) < 2 or one.cut or older[0].cut or older[1].cut:
         return ""
@@ -420,7 +422,7 @@ def _kinds(one: CommandCheckpoint, *, filled: bool = False) -> dict[str, str]:
 
 
 def _kind(name: str) -> str:
-    """Return the name without its numbers, such as rank, shard and step numbers."""
+    """Return the name without its numbers, such as those of rank, shard and step."""
     return _NUMBER.sub("#", name)
 
 
@@ -464,7 +466,7 @@ def _cut_json(file: Path) -> str:
 
 
 def _is_json_lines(text: str) -> bool:
-    """Return whether the first line is complete JSON; in a single truncated document no line is."""
+    """Return whether the first line is complete JSON; no line of a single truncated document is."""
     first, newline, _ = text.partition("\n")
     try:
         JSONDecoder().decode(first)
@@ -479,7 +481,7 @@ def _cut_archive(file: Path) -> str:
     """
     with open_regular(file) as stream:
         if (beginning := stream.read(4)) != b"PK\x03\x04":
-            is_zeros = beginning == bytes(4) and file.suffix != ".bin"  # raw numbers may begin with zeros
+            is_zeros = beginning == bytes(4) and file.suffix != ".bin"  # raw numerical data may begin with zeros
             return "begins with zeros, which no format does" if is_zeros else ""
         try:
             zipfile.ZipFile(stream).close()

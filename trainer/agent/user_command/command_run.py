@@ -52,7 +52,7 @@ class SetAsideCheckpoint:
     path: str
     bytes: int
     damage: str = ""
-    pointers: tuple[Pointer, ...] = ()  # files that named it
+    pointers: tuple[Pointer, ...] = ()  # files that named it as the newest
     siblings: tuple[str, ...] = ()  # names of other entries in its folder that belong to it
 
     @property
@@ -62,15 +62,15 @@ class SetAsideCheckpoint:
 
 @dataclass(kw_only=True)
 class CommandMemory:
-    """State of a user's program that is kept across attempts until it trains."""
+    """State of a user's program, kept across attempts until the program trains."""
 
     failures: list[CommandFailure] = field(default_factory=list)  # consecutive, oldest first
     aside: list[SetAsideCheckpoint] = field(default_factory=list)
-    earlier: Stamps | None = None  # checkpoints from before the run's first start; None: not examined
+    earlier: Stamps | None = None  # checkpoints from before the run's first start; None: not examined yet
     saved: bool = False  # a complete checkpoint has existed; never reset
 
     def encode(self) -> bytes:
-        """Return its file content; names that are not UTF-8 are read back unchanged."""
+        """Return the state's file content; names that are not UTF-8 are read back unchanged."""
         line = in_use().record(dump_line({"schema": "orch.command/1", **asdict(self)}))
         return line.encode(errors="backslashreplace")
 
@@ -84,7 +84,7 @@ class CommandMemory:
 
 
 def _read(path: Path) -> CommandMemory | None:
-    """Return the stored state, omitting set-aside checkpoints that are in place, or None if there is no file."""
+    """Return the stored state, omitting set-aside checkpoints that are back in place, or None if there is no file."""
     try:
         memory = build(CommandMemory, read_json(path))
         return replace(memory, aside=[one for one in memory.aside if not _is_back(one)], earlier=memory.earlier or {})
@@ -95,7 +95,7 @@ def _read(path: Path) -> CommandMemory | None:
 
 
 def _is_back(one: SetAsideCheckpoint) -> bool:
-    """Return whether the checkpoint is in place.
+    """Return whether the checkpoint is back in place.
     A move is recorded before the rename, and the record is removed after the checkpoint is put back.
     """
     return os.path.lexists(one.original) and not os.path.lexists(one.path)
@@ -118,7 +118,7 @@ class CommandRun:
         self._recalled = self._progress_kept = False
         self._unmovable = ""  # reason why no checkpoint may be moved away
         self._unmatched = ""  # names in the checkpoint folder if the pattern matches none of them
-        self._disk: str | None = None  # reason why nothing can be written; None: not checked in this generation
+        self._disk: str | None = None  # why nothing can be written; None: not checked yet in this generation
 
     def _folder(self) -> Path:
         return working_directory(self._run, self._config) / self._config.checkpoints.path
@@ -141,7 +141,7 @@ class CommandRun:
         )  # fmt: skip
 
     async def start_generation(self, generation: int) -> None:
-        """Record the checkpoints that the program starts from. Call this while no rank is running."""
+        """Record the checkpoints that the program starts from. To be called while no rank is running."""
         if not self._on:
             return
         self._progress_kept, self._disk = False, None
@@ -169,7 +169,7 @@ class CommandRun:
         if not self._on:
             return
         if now.first_failure is not None and self._disk is None:
-            await self._steps.check_settled()  # the last check was seconds ago
+            await self._steps.check_settled()  # the last check may have been seconds ago
             self._disk = await run_bounded(partial(write_probe, self._run.path)) or ""
         self._steps.check()
         await self._checkpoints.check(now.first_failure)
@@ -180,7 +180,7 @@ class CommandRun:
             await self._keep(CommandMemory(saved=saved, earlier=self._memory.earlier))
 
     async def end_generation(self, decision: Decision, now: GenerationState, *, cleared: bool) -> None:
-        """Record the end of a generation. `cleared` means that none of its processes is left to write."""
+        """Record the end of a generation. `cleared` means that none of its processes is left that could write."""
         if not self._on:
             return
         await self._steps.check_settled()
@@ -190,17 +190,17 @@ class CommandRun:
         self._memory.saved = self._memory.saved or self._checkpoints.has_whole()
         if decision.set_aside and cleared:
             await self._set_aside(decision.set_aside, now.number)
-        # An operator must act, so undo what did not help; the next attempt starts without it.
+        # An operator must act, so undo moves that did not help; the next attempt starts without them.
         failure = decision.failure if decision.action is Action.END else None
         if failure is not None and failure.kind in (FailureKind.USER_ERROR, FailureKind.STORAGE):
             if self._is_in_vain():
                 await self._put_back()
             self._memory.failures.clear()
-        # However the attempt ends, even if its coordinator dies now.
+        # Kept however the attempt ends, even if its coordinator dies now.
         await self._keep(self._memory)
 
     async def _recall(self) -> None:
-        """Load the state of earlier attempts. If the file system is late, the next generation tries again."""
+        """Load the state of earlier attempts. If the file system is too slow, the next generation tries again."""
         self._checkpoints.step_before = await run_bounded(self._earlier_step) or 0
         found = await run_bounded(partial(CommandMemory.before, self._attempt))
         if found is not None:
@@ -213,7 +213,7 @@ class CommandRun:
                 await self._retarget(one)
 
     async def _note_earlier(self, recalled: Stamps | None) -> None:
-        """Separate the run's own checkpoints from checkpoints that existed before its first start."""
+        """Tell the run's own checkpoints from those that existed before its first start."""
         if not self._config.checkpoints.path:
             return
         if recalled is None:  # this is the first start
@@ -224,8 +224,8 @@ class CommandRun:
             await self._keep(self._memory)
 
     async def _keep(self, memory: CommandMemory) -> bool:
-        """Return whether the state was written; never overwrites earlier attempts' state before it was read.
-        The file ends up with the last state, even if an earlier write is late on a slow file system.
+        """Write the state and return whether that worked. Earlier attempts' state is never overwritten before it is
+        read. The last state is what remains in the file, even if an earlier write is late on a slow file system.
         """
         if not self._recalled:
             return False
@@ -244,7 +244,7 @@ class CommandRun:
     def _remember(self, decision: Decision, now: GenerationState) -> None:
         worked = self._has_worked(now)
         self._trained = self._trained or worked
-        if worked:  # checkpoints set aside before that no longer matter
+        if worked:  # checkpoints set aside earlier no longer matter
             self._memory.aside.clear()
         if decision.own is not None:
             saved, trained = self._checkpoints.has_saved(), decision.own.trained or worked
@@ -253,7 +253,7 @@ class CommandRun:
             self._memory.failures.clear()
 
     def _is_in_vain(self) -> bool:
-        """Return whether setting checkpoints aside made no difference to the newest failure."""
+        """Return whether setting checkpoints aside made no difference: the newest failure is the same."""
         row, past = self._memory.failures, self.past()
         only = past is not None and past.cleared and len({one.mark for one in row}) == 1
         return only or same_without(row)
@@ -267,7 +267,7 @@ class CommandRun:
         return highest
 
     def _earlier_trained(self) -> bool:
-        """Return whether an earlier attempt ran longer than a start takes."""
+        """Return whether an earlier attempt ran for longer than startup takes."""
         return any(_attempt_seconds(one) > START_SECONDS for one in self._attempt.earlier_attempts())
 
     async def _set_aside(self, reason: str, generation: int) -> None:
@@ -288,8 +288,8 @@ class CommandRun:
         self._memory.aside.append(aside)
         kept, config = await self._keep(self._memory), self._config.checkpoints
         moved = await run_bounded(lambda: set_aside(newest, target, config)) if kept else False
-        if not moved:  # modified since, or immovable: the program loads it again
-            if moved is False:  # else the move is late and may still happen
+        if not moved:  # it has changed or cannot be moved, so the program will load it again
+            if moved is False:  # otherwise the move is late and may still happen
                 self._memory.aside.remove(aside)
             return
         self._checkpoints.forget(newest)
@@ -301,17 +301,17 @@ class CommandRun:
         )  # fmt: skip
 
     async def _retarget(self, one: SetAsideCheckpoint, *, back: bool = False) -> list[Pointer]:
-        """Repair, or restore, the pointers that name this checkpoint as the newest, and return the changed ones."""
+        """Repair (or restore) the pointers that name this checkpoint as the newest, and return those that changed."""
         scratch = Path(one.path)
         return [
             pointer for pointer in one.pointers if await run_bounded(partial(retarget, pointer, scratch, back=back))
         ]
 
     async def _put_back(self) -> None:
-        """Put back the checkpoints set aside. An older one made no difference, so none of them was the cause."""
+        """Put back the checkpoints set aside. An older one made no difference, so none of these was the cause."""
         for one in list(self._memory.aside):
             done = await run_bounded(partial(put_back, Path(one.path), Path(one.original), one.siblings))
-            if done is not None:  # else it is retried at the next such end
+            if done is not None:  # otherwise retried at the next such end
                 self._memory.aside.remove(one)
             if done:
                 await self._retarget(one, back=True)

@@ -1,6 +1,6 @@
 """Search for the newest line that matches a user's `progress.pattern`, in a separate process.
-Python's engine holds the GIL while it matches, and a pattern may never finish on a line, which would block the whole
-agent. Uses only the standard library: `python -I -S match_step.py PATTERN < TEXT`.
+Python's engine holds the GIL while it matches, and matching a line may never finish, which would block the whole agent.
+Uses only the standard library: `python -I -S match_step.py PATTERN < TEXT`.
 """
 
 import json
@@ -13,7 +13,7 @@ _LINES, _WIDTH = 500, 1000
 
 
 def find_step(text: str, pattern: str) -> dict[str, str] | None:
-    """Return the groups of the newest matching line, progress bars included, or None without a match."""
+    """Return the groups of the newest matching line, progress bars included, or None if no line matches."""
     compiled = re.compile(pattern)
     for line in list(_newest_lines(text))[:_LINES]:
         found = compiled.search(line[:_WIDTH])
@@ -30,7 +30,7 @@ def is_whole(text: str) -> bool:
 
 
 def _newest_lines(text: str) -> Iterator[str]:
-    """Return the lines, newest first, split at line ends and carriage returns: each state of a progress bar counts."""
+    """Return the lines, newest first, split at newlines and carriage returns: each progress bar state counts."""
     return reversed(re.split(r"[\r\n]+", text))
 
 

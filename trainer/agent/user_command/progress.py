@@ -28,18 +28,18 @@ from trainer.protocol.logs.log_rotation import read_tail
 from trainer.protocol.messages.ranks import generation_mark
 
 LOOK_SECONDS = 5.0
-"""Interval of checks while the program runs."""
+"""Seconds between checks while the program runs."""
 WAIT_SECONDS = 10.0
-"""Maximum delay that a slow file system may cause to a decision or to the next generation."""
+"""Maximum seconds for which a slow file system may delay a decision or the next generation."""
 
 T = TypeVar("T")
 Found = tuple[list[CommandCheckpoint], set[str]]
-"""The newest checkpoints, and the identities of all."""
+"""The newest checkpoints, and the identities of all entries."""
 
 
 async def run_bounded(work: Callable[[], T]) -> T | None:
-    """Return the value of `work`, or log a message and return None if the file system is late or refuses.
-    The content of programs' files is unpredictable, so no error from reading it may end the coordinator.
+    """Return the value of `work`, or log a message and return None if the file system is too slow or fails.
+    Programs' files may contain anything, so no error from reading them may end the coordinator.
     """
     try:
         return await run_detached(work, WAIT_SECONDS)
@@ -53,7 +53,7 @@ def _log_error(error: BaseException) -> None:
 
 
 class CommandProgress:
-    """Monitor of the checkpoint folder. A failed check leaves the known state unchanged."""
+    """Monitors the checkpoint folder. A failed check leaves the known state unchanged."""
 
     def __init__(
         self, folder: Callable[[], Path], config: CommandCheckpointsConfig, events: EventLog, progress: AttemptProgress,
@@ -109,8 +109,8 @@ class CommandProgress:
 
     def has_saved(self) -> bool:
         """Return whether a checkpoint is newer than this generation's starting point.
-        A sign of damage may be wrong, but a step that is torn repeatedly does not count as progress. Steps that do not
-        increase prove nothing; the program's own step must then have increased.
+        A sign of damage may be wrong, but a step that is torn repeatedly does not count as progress. If steps do not
+        increase, they prove nothing, so the program's own step must have increased instead.
         """
         if self.saved_after and not self._counts_steps and self._progress.step > self.step_before:
             return True
@@ -119,7 +119,7 @@ class CommandProgress:
         return any(one.step > (self._highest if one.damage else step) for one in own)
 
     def _find_torn(self) -> CommandCheckpoint | None:
-        """Return the newest older incomplete checkpoint, if the starting checkpoint shows no damage."""
+        """Return the newest incomplete checkpoint older than the starting one, unless the latter is damaged itself."""
         began = self.began_from
         if began is None or began.damage:
             return None
@@ -132,17 +132,17 @@ class CommandProgress:
         if began is None:
             return None
         older = [one for one in self._latest if one.step < began.step]
-        # A rank without a file of that step would continue from a different step.
+        # A rank without a file for that step would continue from a different step.
         if older and older[0].parts < began.parts:
             return None
         return next((one for one in older if not one.damage), None)
 
     def written_later(self) -> str:
-        """Return the name of a checkpoint newer than the highest step's, or "" if none."""
+        """Return the name of a checkpoint that is newer than the highest step's, or "" if none is."""
         return find_written_later(self._latest, self._config)
 
     def has_whole(self) -> bool:
-        """Return whether any present checkpoint has no known sign of damage."""
+        """Return whether any existing checkpoint is without a known sign of damage."""
         return any(not one.damage for one in self._latest)
 
     def is_alone(self) -> bool:
@@ -183,7 +183,7 @@ class CommandProgress:
                 self._write_event(one, anew=one.identity in self._gone)
             elif is_reported and unchanged and self._is_new(one):
                 self._write_event(one, anew=True)
-        # A suddenly empty folder is more likely unreachable than emptied.
+        # A folder that is suddenly empty is more likely to be unreachable than emptied.
         for identity in [name for name in self._reported if found and name not in there]:
             self._events.write(EventKind.CHECKPOINT_DELETED, step=self._reported.pop(identity), name=identity)
             self._states.pop(identity, None)
@@ -194,7 +194,7 @@ class CommandProgress:
 
     def _is_new(self, one: CommandCheckpoint) -> bool:
         """Return whether the checkpoint was written since this generation began: all its files have changed.
-        A program may change a marker in it at every start, without training a step.
+        A program may change a marker file at every start without training a step.
         """
         state = self._states.get(one.identity)
         if self._first or one.earlier or one.damage or not one.files:
@@ -202,7 +202,7 @@ class CommandProgress:
         return state is None or bool(state) and all(state.get(name) != now for name, now in one.files.items())
 
     def _note_saved(self) -> None:
-        """Set the saved step of the run to the newest checkpoint that is present."""
+        """Set the run's saved step to that of the newest existing checkpoint."""
         reported = [one for one in self._latest if one.identity in self._reported]
         self._progress.saved = max((one.step for one in reported if not one.earlier), default=0)
         if self._counts_steps:
@@ -223,7 +223,7 @@ class CommandProgress:
 
 
 STEP_LOOK_SECONDS = 2.0
-"""Interval of checks of the log or file while the program runs."""
+"""Seconds between checks of the log or file while the program runs."""
 MATCH_SECONDS, SLOW_LOOK_SECONDS = 2.0, 60.0
 """Time limit for checking the newest lines, and the pause after a check that exceeds it."""
 _TAIL = 64 * 1024
@@ -241,7 +241,7 @@ class CommandStep:
 
 
 def newest_step(text: str, pattern: str, seconds: float = MATCH_SECONDS) -> CommandStep | None:
-    """Return the step in the newest matching line, progress bars included, or None without one. Raises SlowPattern."""
+    """Return the step in the newest matching line, progress bars included, or None. Raises SlowPattern."""
     command = [sys.executable, "-I", "-S", match_step.__file__, pattern]
     try:
         done = subprocess.run(command, input=text.encode(), stdout=subprocess.PIPE, timeout=seconds, check=False)
@@ -269,7 +269,7 @@ def _loss(groups: dict[str, str]) -> float | None:
 
 
 class StepWatch:
-    """Periodic, non-blocking check of the program's output; unreadable or unmatched output changes nothing."""
+    """Checks the program's output periodically, without blocking; unreadable or unmatched output changes nothing."""
 
     def __init__(
         self, config: CommandProgressConfig, log: Path, folder: Callable[[], Path], progress: AttemptProgress,
@@ -281,12 +281,12 @@ class StepWatch:
         self._reads = RepeatedRead(self._read, log, clock)
 
     def start_generation(self, generation: int) -> None:
-        """Ignore output of earlier generations from here on."""
+        """From now on, ignore the output of earlier generations."""
         self._generation = generation
         self._reads.discard()
 
     def check(self) -> None:
-        """Take the result of the last check, and start another when due."""
+        """Take the last check's result, and start another check when due."""
         pause = SLOW_LOOK_SECONDS if self._slow else STEP_LOOK_SECONDS
         if self._config.pattern and (looked := self._reads.poll(pause)) is not None:
             self._take(looked)

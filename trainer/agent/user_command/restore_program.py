@@ -1,8 +1,8 @@
-"""Runner of a user's own restore program against a checkpoint it must not change; started as a rank of a `command`.
+"""Runs a user's own restore program on a checkpoint that it must not change; started as a rank of a `command`.
     python restore_program.py PROGRAM [ARGUMENT ...]      with $ORCH_CHECKPOINT, the checkpoint's file or folder
-Where the kernel allows it, the checkpoint is read-only for the program; in any case its bytes are digested before and
-after. The program's exit code 0 means a pass, 7 a bad checkpoint, 75 no result. Any other exit code is a failure of the
-program, which proves nothing about the checkpoint.
+Where the kernel allows it, the checkpoint is read-only for the program; in any case, a digest of its bytes is taken
+before and after. The program's exit code 0 means a pass, 7 a bad checkpoint, 75 no result. Any other exit code is a
+failure of the program, which proves nothing about the checkpoint.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from trainer.protocol.restore_test import CHECKPOINT_VARIABLE, Outcome
 from trainer.protocol.run_dir import RunDir
 
 BAD = 7
-"""Exit code of a program for a bad checkpoint; orch's own commands use it too."""
+"""Exit code with which a program reports a bad checkpoint; orch's own commands use it too."""
 _NOT_STARTED = {126: "the program cannot be executed", 127: "no such program"}
 _READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
 
@@ -34,11 +34,11 @@ def main(program: list[str]) -> int:
     shielded = can_shield(checkpoint)
     prefix = ["unshare", "-rm", "sh", "-c", _READ_ONLY, str(checkpoint)] if shielded else []
     code = run([*prefix, *program])
-    if code < 0:  # killed; the agent knows why
+    if code < 0:  # it was killed; the agent knows why
         os.kill(os.getpid(), signal.Signals(-code))
     changed = content(checkpoint) != before
     if code == ExitCode.RETRY or (changed and shielded):
-        # The program cannot have changed it, so another process still writes: no result.
+        # The program cannot have changed it, so another process is still writing to it: no result.
         why = f"exit code {code}" if code else "another process writes to it"
         sys.stderr.write(f"orch: no result: {why}\n")
         return ExitCode.RETRY
@@ -93,7 +93,7 @@ def content(checkpoint: Path) -> str:
 
 
 def _report(outcome: Outcome, reason: str, evidence: dict[str, object]) -> None:
-    """Report the result: a pass by rank 0 only, a failure by every rank."""
+    """Report the result: only rank 0 reports a pass, but every rank reports a failure."""
     rank = int(os.environ.get("RANK", "0"))
     if rank and outcome is Outcome.RESTORED:
         return

@@ -16,7 +16,7 @@ from trainer.protocol.command_progress import SET_ASIDE, CommandCheckpointsConfi
 from trainer.protocol.run_dir import RunDir
 
 _POINTER_NAMES = re.compile(r"(latest|last|newest)", re.IGNORECASE)
-"""Name prefixes of files that name the newest checkpoint."""
+"""Prefixes in the names of files that name the newest checkpoint."""
 _LARGEST_POINTER = 4096
 
 
@@ -26,7 +26,7 @@ class Pointer:
 
     path: str
     before: str
-    after: str  # empty: no other checkpoint to name, so the file is moved away
+    after: str  # empty: there is no other checkpoint to name, so the file is moved away
     link: bool = False
 
     @property
@@ -38,7 +38,7 @@ class Pointer:
 
 def find_target(one: CommandCheckpoint, run: RunDir, attempt: int, generation: int) -> Path | None:
     """Return a path to move a checkpoint to: next to its folder, or in the run's own folder.
-    The path is on the checkpoint's file system. None if neither folder qualifies or is writable. Raises OSError.
+    The path is on the checkpoint's file system. Return None if no such folder is writable. Raises OSError.
     """
     folder = Path(os.path.realpath(one.path.parent))
     name = f"{one.step}.{attempt:03d}-{generation:03d}"
@@ -51,7 +51,7 @@ def find_target(one: CommandCheckpoint, run: RunDir, attempt: int, generation: i
 
 
 def set_aside(one: CommandCheckpoint, target: Path, config: CommandCheckpointsConfig) -> bool:
-    """Move a checkpoint. Return False if it has changed since it was examined, or cannot be moved."""
+    """Move a checkpoint aside. Return False if it has changed since it was examined or cannot be moved."""
     try:
         now = read_again(one, config)
         if now is None or (now.files, now.siblings) != (one.files, one.siblings) or os.path.lexists(target):
@@ -68,14 +68,14 @@ def set_aside(one: CommandCheckpoint, target: Path, config: CommandCheckpointsCo
 
 
 def move_siblings(original: Path, aside: Path, siblings: Sequence[str]) -> bool:
-    """Move the other entries of a checkpoint after the first one, and return whether all existing ones were moved."""
+    """Move a checkpoint's other entries, following the first one, and return whether all that exist were moved."""
     place = _siblings_folder(aside)
     if not siblings or not os.path.lexists(aside):
         return True
     try:
         place.mkdir(exist_ok=True)
         for name in siblings:
-            # The program may have written a new one since.
+            # The program may have written a new one in the meantime.
             if not os.path.lexists(place / name) and os.path.lexists(original.parent / name):
                 os.rename(original.parent / name, place / name)
     except OSError:
@@ -97,7 +97,7 @@ def put_back(aside: Path, original: Path, siblings: Sequence[str] = ()) -> bool:
         return False
     for name in moved:
         os.rename(place / name, original.parent / name)
-    os.rename(aside, original)  # last: until then the checkpoint counts as set aside
+    os.rename(aside, original)  # comes last, since the checkpoint counts as set aside until then
     _fsync(original.parent)
     _tidy(aside)
     return True
@@ -168,8 +168,8 @@ def _entry_like(name: str, one: CommandCheckpoint, instead: CommandCheckpoint) -
 
 
 def retarget(pointer: Pointer, scratch: Path, *, back: bool = False) -> bool:
-    """Make a pointer name the other checkpoint (or the first, if `back`) unless it has changed. Return whether it does.
-    `scratch` is a path on the same file system, outside the folder that the program scans. Raises OSError.
+    """Make a pointer name the other checkpoint (or the first, if `back`) unless it has changed. Return whether it now
+    does. `scratch` is a path on the same file system, outside the folder that the program scans. Raises OSError.
     """
     path = Path(pointer.path)
     now, then = (pointer.after, pointer.before) if back else (pointer.before, pointer.after)

@@ -1,1 +1,1 @@
-"""Detection of hanging and slow ranks and of the root cause, and collection of evidence."""
+"""Detects hanging and slow ranks, finds the root cause and collects evidence."""

@@ -1,7 +1,7 @@
 """Declares hangs: judges which rank stopped first, and collects the evidence.
 
-Only the rank that stopped first (`first_to_stop`) is checked against its own limit, so ranks that wait for a peer in
-a legitimately slow phase are never blamed for waiting. `in_job_policy.decide` chooses the response.
+Only the rank that stopped first (`first_to_stop`) is checked against its own limit, so ranks waiting for a peer in a
+phase that is slow for good reason are never blamed. `in_job_policy.decide` chooses the response.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,16 +53,16 @@ from trainer.protocol.messages.agents import (
 )
 
 LOOK_AT_HALTED = 1.0
-"""Seconds without movement of any rank after which a halted process is examined."""
+"""Seconds without movement by any rank after which a halted process is examined."""
 
 FRESH = 5.0
-"""Maximum age, in seconds, of flight records that justify a kill. Older records are requested again."""
+"""Maximum age, in seconds, of flight records that can justify a kill. Older records are requested again."""
 
 AHEAD = 3.0
-"""Seconds before a limit expires at which records that would be too old by then are requested again."""
+"""How many seconds before a limit expires to request records again, if they would be too old by then."""
 
 _MAX_ROOTS = 8
-"""Maximum number of roots that a reason lists."""
+"""Maximum number of roots listed in a reason."""
 _NO_GAPS: Gaps = {}
 
 
@@ -85,7 +85,7 @@ class HangJudgement:
     kind: HangKind = HangKind.UNKNOWN
     waiting: tuple[int, ...] = ()
     limit: float = 0.0
-    culprits: tuple[Culprit, ...] = ()  # all roots, that of `culprit` first; empty if no rank is named
+    culprits: tuple[Culprit, ...] = ()  # all roots, starting with the one for `culprit`; empty if no rank is named
     chain: str = ""  # path of waits, from the flight records
 
 
@@ -103,8 +103,8 @@ def judge(
     """Judge one generation.
     `finding` is the analysis of flight records requested `found` seconds ago. `lock_held` lists the ranks whose
     interpreters can run no thread. `halted_for` maps ranks to the seconds they have been seen halted. `report_gaps`
-    holds nodes' silences, which do not count against ranks. `on_gpus`: ranks that wait for a GPU collective spin,
-    so their CPU time does not count as activity.
+    holds nodes' silences, which do not count against ranks. `on_gpus` means that ranks spin while they wait for a
+    collective, so their CPU time does not count as activity.
     """
     live = [one for one in sightings if not one.ended]
     if not live:
@@ -112,8 +112,8 @@ def judge(
     mover = min(live, key=lambda one: seconds_still(one, report_gaps))
     quiet = seconds_still(mover, report_gaps)
     if finding is not None and found > quiet:
-        finding = None  # a rank has moved since, so the finding is outdated
-    # Usually a rank moves, and no more information is needed.
+        finding = None  # a rank has moved since then, so the finding is outdated
+    # Usually some rank is moving, and no more information is needed.
     if quiet < LOOK_AT_HALTED:
         return fine(_still_moving(mover, quiet, LOOK_AT_HALTED, report_gaps))
     suspicion = first_to_stop(live, finding, lock_held, on_gpus=on_gpus, halted_for=halted_for)
@@ -122,7 +122,7 @@ def judge(
         return fine(_still_moving(mover, quiet, due, report_gaps))
 
     def excess(one: RankSample) -> tuple[float, Allowed]:
-        """Return the seconds above the rank's limit (negative below), and the limit."""
+        """Return by how many seconds the rank exceeds its limit (negative if it does not), and the limit."""
         allowed = limits.for_rank(one, waited_for=len(live) > 1, spins=suspicion.spins)
         return seconds_still(one, report_gaps) - allowed.seconds, allowed
 
@@ -204,8 +204,8 @@ def _who_stopped(roots: Sequence[RankSample], why: str, limit: str, waiting: int
 
 
 def _hung_together(suspicion: Suspicion, allowed: Allowed, limit: str, waiting: tuple[int, ...]) -> HangJudgement:
-    """Return the judgement when all ranks have joined but none makes progress.
-    Blame no rank, and blame a node only if it is the only one.
+    """Return the judgement for ranks that have all joined but make no progress.
+    No rank is blamed, and a node only if it is the only one.
     """
     joined = suspicion.rivals
     nodes = sorted({one.node for one in joined})
@@ -234,20 +234,20 @@ def _waiting(peers: int, whom: str = "it") -> str:
 
 
 def _where(one: RankSample) -> str:
-    """Describe the rank's phase, the last step it finished, and how long it has been there."""
+    """Describe the rank's phase, the last step it finished, and how long it has been at that point."""
     after = "before the end of its first step" if one.first else f"after step {one.step}"
     doing = "" if one.moment is None else f" ({one.moment})"
     return f"{one.phase}{doing} {after} for {format_seconds(one.age)}"
 
 
 QUIET_SECONDS = 1.0
-"""Seconds without any movement before a judgement; most steps are shorter."""
+"""Seconds without any movement before ranks are judged; most steps are shorter."""
 _ANSWER_SECONDS, _NODES_A_SECOND = 2.0, 300.0
 """Time limit for agents to fetch their ranks' flight records, and nodes handled per second."""
 _QUERY_AGAIN_SECONDS = 4.0
-"""Seconds between two queries; `FRESH` is the maximum age of an answer."""
+"""Seconds between two queries; answers older than `FRESH` are not used."""
 _LOCK_HELD_SECONDS = 3.0
-"""Seconds without Python's lock beyond which a rank is suspect."""
+"""A rank is suspect if its threads cannot take Python's lock for longer than this many seconds."""
 _HEALTHY_RANKS = 2
 _MAX_FULL_EVIDENCE = 16
 """Maximum number of culprits with full evidence."""
@@ -255,11 +255,11 @@ _MAX_FULL_EVIDENCE = 16
 
 @dataclass(kw_only=True)
 class _FlightQuery:
-    """Flight records requested at `asked`. `waits` has the nodes that have not answered."""
+    """Flight records requested at `asked`. `waits` holds the nodes that have not answered."""
 
     serial: int
     asked: float
-    seconds: float  # time limit of the answers
+    seconds: float  # time limit for the answers
     waits: set[int]
     flights: dict[int, FlightRecord] = field(default_factory=dict)
     unanswered: set[int] = field(default_factory=set)
@@ -269,7 +269,9 @@ class _FlightQuery:
         return not self.waits or now - self.asked >= self.seconds
 
     def age(self, now: float) -> float:
-        """Return the answers' age, less the extra time for many nodes, since early answers would be stale too soon."""
+        """Return the answers' age, less the extra time for many nodes.
+        Without that, early answers would be stale too soon.
+        """
         return max(0.0, now - self.asked - (self.seconds - _ANSWER_SECONDS))
 
 
@@ -280,7 +282,7 @@ class Incident:
     name: str
     judgement: HangJudgement
     began: float  # time of declaration, on the coordinator's clock
-    quiet: float  # seconds without movement of any rank before it
+    quiet: float  # seconds without movement by any rank before the declaration
     until: float
     waits: set[int]
     missing: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -293,8 +295,8 @@ class HangDetector:
         self, config: HangConfig, roster: Roster, generation: int, started: float, *, world: int, seen: bool = True,
         on_gpus: bool = False, stages: StageNeighbours | None = None,
     ) -> None:  # fmt: skip
-        """`seen` is False if the ranks' steps are unknown; then nothing is judged.
-        `stages` has the neighbours of ranks whose messages are not recorded.
+        """If the ranks' steps are unknown, `seen` is False and nothing is judged.
+        `stages` holds the neighbours of ranks whose messages are not recorded.
         """
         self._config, self._roster, self._generation = config, roster, generation
         self._on, self._on_gpus, self._stages = config.on and seen, on_gpus, stages
@@ -303,8 +305,8 @@ class HangDetector:
         self._serial = self._incidents = 0
         calm, close = calm_seconds(len(roster.members)), report_seconds(len(roster.members))
         self._report_gaps = ReportGaps(max(LONGEST, 3 * calm), max(LONGEST, 3 * close))
-        self._sparse, self._attended = calm > close, float("-inf")  # and the last request for more reports
-        self._halted: dict[int, float] = {}  # time since which a rank's process has been seen halted
+        self._sparse, self._attended = calm > close, float("-inf")  # _attended: last request for more reports
+        self._halted: dict[int, float] = {}  # since when a rank's process has been seen halted
         self.incident: Incident | None = None
 
     # -- input
@@ -346,7 +348,7 @@ class HangDetector:
         limits = Limits(self._config, self.snapshot.p99())
         if quiet >= limits.look_after / 2:
             self._attend(now)
-        # Earlier, only halted processes are judged; checking ten thousand ranks takes a while.
+        # Until then only halted processes are judged, since checking ten thousand ranks takes a while.
         if quiet < limits.look_after and not self.snapshot.halted:
             self._halted.clear()
             return None
@@ -367,11 +369,11 @@ class HangDetector:
             self._roster.broadcast(ReportOften(seconds=ATTENTION_SECONDS))
 
     def moved_since(self, incident: Incident) -> bool:
-        """Return whether a rank moved after the incident was declared, which refutes it."""
+        """Return whether a rank has moved since the incident was declared, which refutes it."""
         return self.snapshot.moved > incident.began
 
     def withdraw(self) -> None:
-        """Withdraw the incident: the ranks move again, nothing is killed, and detection continues."""
+        """Withdraw the incident: the ranks are moving again, nothing is killed, and detection continues."""
         self.incident = self._query = None
 
     def _judge(self, seen: list[RankSample], limits: Limits, now: float) -> HangJudgement:
@@ -403,7 +405,7 @@ class HangDetector:
         return query.finding
 
     def _analyse(self, query: _FlightQuery, seen: list[RankSample]) -> Finding:
-        # Ranks of a node that has not answered would appear never to have entered the collective.
+        # Ranks of a node that has not answered would seem never to have entered the collective.
         if query.waits:
             return Finding(kind="none", reason=f"{len(query.waits)} nodes have not sent their ranks' flight records")
         expected = [one.rank for one in seen if not one.ended]
@@ -431,7 +433,7 @@ class HangDetector:
 
     def _declare(self, judgement: HangJudgement, seen: list[RankSample], now: float) -> None:
         self._incidents += 1
-        # Own name: files of a withdrawn incident do not belong to this one.
+        # Each incident gets its own name, so that it is not mixed up with the files of a withdrawn one.
         again = f"-{self._incidents}" if self._incidents > 1 else ""
         name = f"g{self._generation:03d}-{judgement.kind}{again}"
         waits = {member.node for member in self._roster.training_members()}
@@ -446,7 +448,7 @@ class HangDetector:
 
 
 def _comparison_ranks(judgement: HangJudgement, seen: list[RankSample]) -> list[int]:
-    """Return a few waiting ranks for comparison, preferably on another node than the culprit's."""
+    """Return a few waiting ranks for comparison, preferably not on the culprit's node."""
     wanted = set(judgement.waiting)
     waiting = [one for one in seen if one.rank in wanted]
     waiting.sort(key=lambda one: one.node == judgement.node)

@@ -41,7 +41,7 @@ def _catches(pid: int, number: int) -> bool:
 
 
 async def ask_for_stacks(pid: int, memory: int) -> bytes:
-    """Make the rank write its stacks into `memory`, a memfd, and wait until it is done. This may be cancelled.
+    """Make the rank write its stacks into `memory`, a memfd, and wait until it has done so. May be cancelled.
     WARNING: both processes share the file position, so it is reset before the signal and never moved by reading.
     """
     os.ftruncate(memory, 0)
@@ -68,24 +68,24 @@ def kernel(seconds: float) -> bytes:
 
 
 def memory(seconds: float) -> bytes:
-    """Return load, memory and pressure stall figures as the kernel prints them."""
+    """Return the figures for load, memory and pressure stalls as the kernel prints them."""
     parts = []
     for name in _FILES:
         try:
             text = (Path("/proc") / name).read_text(errors="replace")
-        except OSError as error:  # not every kernel has pressure figures
+        except OSError as error:  # not every kernel provides pressure figures
             text = f"[{error.strerror}]\n"
         parts.append(f"==> /proc/{name}\n{text}")
     return "\n".join(parts).encode()
 
 
 def gpus(seconds: float) -> bytes:
-    """Return the driver's errors, clocks, throttling and processes. Raises OSError without a driver."""
+    """Return the driver's report on errors, clocks, throttling and processes. Raises OSError if there is no driver."""
     return _run_tool(["nvidia-smi", "-q", "-d", _GPU], seconds)
 
 
 def _run_tool(command: list[str], seconds: float) -> bytes:
-    """Return the output of a program from this Python's folder or PATH. Raises OSError if it prints none."""
+    """Return the output of a program found in this Python's folder or PATH. Raises OSError if there is none."""
     program = shutil.which(command[0], path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}")
     if program is None:
         hint = " (pip install 'orch[stacks]')" if command[0] == "py-spy" else ""
@@ -104,12 +104,12 @@ def _run_tool(command: list[str], seconds: float) -> bytes:
 NODE_PARTS: dict[str, Callable[[float], bytes]] = {"kernel.txt": kernel, "memory.txt": memory, "gpus.txt": gpus}
 
 FILE = 1 << 20
-"""Maximum bytes of one file; a longer file keeps its end."""
+"""Maximum bytes of one file; only the end of a longer one is kept."""
 TOTAL = 32 << 20
 """Maximum bytes that one node writes for one incident."""
 _LINES, _TAIL = 100, 256 << 10
 _GATHERING = 0.7
-"""Share of the time limit for collecting an item; the rest is for writing it."""
+"""Share of the time limit spent on collecting an item; the rest is for writing it."""
 _SHARES = {"logs": 0.4, "stacks": 0.4, "proc": 0.4, "flight": 0.4}
 """Share of the time limit for each kind of item; the default is `_GATHERING`."""
 
@@ -117,12 +117,12 @@ Find = Callable[[float], Awaitable[bytes]]
 
 
 class Unavailable(Exception):  # noqa: N818  # not an error: a stopped process cannot answer
-    """Raised if an item is not available; the text gives the reason."""
+    """Raised if an item is not available; the message gives the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """Local rank as seen by its agent."""
+    """A local rank as seen by its agent."""
 
     rank: int
     pid: int | None
@@ -136,8 +136,8 @@ async def collect(
     folder: Path, node: int, ranks: Sequence[Subject], full: Collection[int], seconds: float, *, most: int = TOTAL
 ) -> dict[str, Any]:
     """Write the evidence available within `seconds`. Only ranks in `full` get more than cells and logs.
-    Return {written: names, missing: {name: reason}}. Late items are left to threads that are never awaited, so a hung
-    file system delays neither the agent nor its exit.
+    Return {written: names, missing: {name: reason}}. Threads that nothing waits for handle late items, so a hung file
+    system delays neither the agent nor its exit.
     """
     until = time.monotonic() + seconds
     bundle = _Bundle(folder, until, most)
@@ -147,7 +147,7 @@ async def collect(
 
 
 def _parts(node: int, ranks: Sequence[Subject], full: Collection[int]) -> Iterator[tuple[str, Find]]:
-    """Yield each item's file name and how to collect it, most informative first since the size is bounded."""
+    """Yield each item's file name and how to collect it, most informative first, since the total size is limited."""
     for one in (one for one in ranks if one.rank in full):
         name = f"rank-{one.rank:05d}"
         yield f"stacks/{name}.txt", partial(_stacks, one)
@@ -224,9 +224,7 @@ def _tail(path: Path, seconds: float) -> bytes:
 
 
 def _live_pid(one: Subject, *, answers: bool = False) -> int:
-    """Return the PID of a live process.
-    If `answers`, it must not be stopped, because querying a stopped process would block.
-    """
+    """Return the PID of a live process. If `answers`, it must not be stopped: querying a stopped process blocks."""
     signs = proc.read_activity(one.pid) if one.pid is not None else None
     if one.pid is None or signs is None or signs.state in "ZX":
         raise Unavailable("the process is dead")
@@ -236,7 +234,7 @@ def _live_pid(one: Subject, *, answers: bool = False) -> int:
 
 
 async def _stacks(one: Subject, seconds: float) -> bytes:
-    """Return stacks written by faulthandler in the process, or by torch's worker server if it handles no signal."""
+    """Return stacks written by faulthandler in the process, or else by torch's worker server if it has no handler."""
     pid = _live_pid(one, answers=True)
     if one.stacks >= 0 and _catches(pid, STACKS):  # a signal without a handler would kill it
         return await ask_for_stacks(pid, one.stacks)
@@ -246,7 +244,7 @@ async def _stacks(one: Subject, seconds: float) -> bytes:
 
 
 async def _py_spy(one: Subject, seconds: float) -> bytes:
-    """Return stacks read from outside the process, without stopping it; works for a stopped process too."""
+    """Return stacks read from outside the process, without stopping it. This works for a stopped process too."""
     command = ["py-spy", "dump", "--nonblocking", "--pid", str(_live_pid(one))]
     return await _read_detached(partial(_run_tool, command), seconds)
 
@@ -277,7 +275,7 @@ _MAX_MISSING = 100
 
 
 class EvidenceCollector:
-    """Handler of the coordinator's evidence queries. It always sends an answer, even if evidence is missing."""
+    """Handles the coordinator's evidence queries. It always sends an answer, even if evidence is missing."""
 
     def __init__(self, attempt: AttemptDir, node: int, sockets: FlightSockets) -> None:
         self._attempt, self._node, self._sockets = attempt, node, sockets
@@ -296,7 +294,7 @@ class EvidenceCollector:
         paths = {rank: self._sockets.path(rank, generation) for rank in asked}
         flights, unanswered = await recorder.flights(paths, query.seconds)
         answer = FlightRecords(generation=generation, serial=query.serial)
-        # Sent in batches: all records of a node with many ranks would not fit into one line.
+        # Sent in batches, since all records of a node with many ranks would not fit into one line.
         for first in range(0, len(flights), _AT_ONCE):
             batch = tuple(flight.to_json() for flight in flights[first : first + _AT_ONCE])
             peer.send(replace(answer, flights=batch))

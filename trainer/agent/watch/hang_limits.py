@@ -1,4 +1,4 @@
-"""Rank time limits by phase, history and activity. Pure."""
+"""Time limits for ranks, by phase, history and activity. Pure."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -23,13 +23,13 @@ _WAITS = (*RECEIVES, *AWAITED_SENDS, Activity.WAIT_IN_RING)
 
 @dataclass(frozen=True, slots=True)
 class RankSample:
-    """State of one rank when its agent sampled it."""
+    """State of one rank at the time its agent sampled it."""
 
     rank: int
     step: int = 0
     phase: str = "init"
     first: bool = True  # it has not finished a step in this generation
-    collective: int = 0  # collectives begun when its cell was last written
+    collective: int = 0  # number of collectives begun when its cell was last written
     age: float = 0.0  # seconds since its cell was written
     alive: float = 0.0  # seconds since its last activity: cell writes, CPU time, bytes read or written
     state: str = "R"  # of its training thread in /proc: R S D T (stopped) t (traced) Z; X: gone
@@ -38,21 +38,21 @@ class RankSample:
     _: KW_ONLY
     node: str
     moment: StageActivity | None = None  # in a pipeline: its activity and micro-batch
-    sent: SentMessages | None = None  # in a pipeline: its progress in sending
+    sent: SentMessages | None = None  # in a pipeline: the messages it has sent
 
     @property
     def waits_for_message(self) -> bool:
-        """Return whether it waits for another stage of its pipeline or another rank of its ring."""
+        """Return whether it is waiting for another stage of its pipeline or another rank of its ring."""
         return self.moment is not None and self.moment.activity in _WAITS
 
     def to_row(self) -> SampleRow:
-        """Return the row for the wire, without pipeline state or the node's name, which the coordinator already has."""
+        """Return the row to send, without pipeline state or the node's name (the coordinator knows the node)."""
         row: SampleRow = _ROW(self)
         return row
 
     @classmethod
     def from_row(cls, row: SampleRow, node: str, stages: Sequence[int] = ()) -> "RankSample":
-        """Return the sample in a row. Raises ValueError for an impossible time. `stages` is the rank's pipeline row."""
+        """Return a row's sample. Raises ValueError for an impossible time. `stages` is the rank's pipeline row."""
         moment = decode_activity(*stages[1:4]) if len(stages) >= 4 else None
         one = cls(*row, node=node, moment=moment, sent=SentMessages.from_row(stages[4:]))
         if min(one.age, one.alive, one.lock) < 0:
@@ -69,25 +69,25 @@ HALTED = frozenset("TZX")
 """States of a process that cannot be waiting for a peer: stopped by a signal, dead, gone."""
 
 LIVELY = 4.0
-"""Factor on limits while the rank shows activity, for states that may also spin.
-These are phases of a step, and waits for a GPU in any phase.
+"""Factor on limits while the rank shows activity, if that may be mere spinning.
+This applies to phases of a step, and to waits for a GPU in any phase.
 """
 
 PATIENCE = 4.0
-"""Factor on the limit after each hang in the attempt, since an epoch may begin with a pause."""
+"""Factor by which each hang in the attempt raises the limit, since an epoch may begin with a pause."""
 
 _AT_ONCE = 1.0
-"""Seconds after a cell write within which the last activity is not worth mentioning."""
+"""Activity within this many seconds of a cell write is not worth mentioning."""
 
 LOOK_LEAST = 2.0
-"""Minimum seconds without movement of any rank before a closer check."""
+"""Minimum seconds without movement by any rank before a closer check."""
 
 LOOK_FACTOR = 3.0
 """The same as a multiple of the 99th percentile of the step's longest phase."""
 
 
 def after_hangs(config: HangConfig, hangs: int) -> HangConfig:
-    """Return the configuration of a generation after `hangs` hangs in this attempt."""
+    """Return the configuration for a generation that follows `hangs` hangs in this attempt."""
     return replace(config, least=min(max(config.least, config.most), config.least * PATIENCE ** min(hangs, 20)))
 
 
@@ -100,7 +100,7 @@ class Allowed:
 
 
 class _Limit(NamedTuple):
-    """Seconds allowed without activity, the place, and a description of the limit."""
+    """Seconds allowed without activity, the phase this applies to, and a description of the limit."""
 
     seconds: float
     where: str
@@ -109,7 +109,7 @@ class _Limit(NamedTuple):
 
 class Limits:
     """Limits of one run, from its configuration and measured phase durations.
-    `p99` has the 99th percentile, in seconds, of each measured phase. No limit exceeds `most`.
+    `p99` holds the 99th percentile, in seconds, of each measured phase. No limit exceeds `config.most`.
     """
 
     def __init__(self, config: HangConfig, p99: Mapping[str, float]) -> None:
@@ -119,13 +119,13 @@ class Limits:
 
     @property
     def look_after(self) -> float:
-        """Return the seconds without movement of any rank after which a closer check is due."""
+        """Return the seconds without movement by any rank after which a closer check is due."""
         longest = max((self._p99.get(phase, 0.0) for phase in FAST), default=0.0)
         return max(LOOK_LEAST, self.config.least / 2, LOOK_FACTOR * longest)
 
     def for_rank(self, one: RankSample, *, waited_for: bool = True, spins: bool = False) -> Allowed:
-        """Return this rank's limit. `waited_for` means that its peers do not move, so being stopped does harm.
-        `spins` means that it waits for a GPU, which uses CPU time without doing any work.
+        """Return this rank's limit. `waited_for` means that it has peers, which being stopped would hold up.
+        `spins` means that it is waiting for a GPU, which uses CPU time without doing any work.
         """
         began = max(0.0, one.age - one.alive)  # seconds of activity after its last cell write
         most = self.config.most
@@ -157,7 +157,7 @@ class Limits:
 
 
 def _extend_limit(silent: _Limit, longest: float, began: float, alive: float) -> Allowed:
-    """Return the limit counted from the last activity, `alive` seconds ago; at most `longest` in total."""
+    """Return the limit counted from the last activity, `alive` seconds ago, but at most `longest` in total."""
     seconds = min(silent.seconds + began, longest)
     if began < _AT_ONCE:
         return Allowed(seconds, silent.words)
@@ -172,20 +172,20 @@ def format_seconds(seconds: float) -> str:
 
 
 LONGEST = 2.0
-"""Seconds between two reports of an agent that do not yet count as silence."""
+"""Maximum seconds between two of an agent's reports that do not count as silence."""
 
 _KEPT = 32
 """Maximum number of silences kept per node."""
 
 Gaps = Mapping[str, Sequence[tuple[float, float]]]
-"""Silences per node, as the seconds since each began and since it ended (0 while it lasts)."""
+"""Silences by node; each is (seconds since it began, seconds since it ended or 0 while it lasts)."""
 
 
 class ReportGaps:
     """Gaps between the reports of each node, caused by its machine, its agent, the network or the listener.
     Only the time beyond `longest` counts, so that a node whose reports are always late can still be judged. While
-    agents are asked to report more often, `close` replaces `longest`. A finished gap is then counted from the request,
-    since the report after it gave the age of all data; a lasting gap is counted from the last report.
+    agents are asked to report more often, `close` replaces `longest`. A gap that has ended then counts from the
+    request, since the report after it gave the age of all data; a gap that lasts counts from the last report.
     """
 
     def __init__(self, longest: float = LONGEST, close: float = LONGEST) -> None:
@@ -195,11 +195,11 @@ class ReportGaps:
         self._gaps: dict[str, deque[tuple[float, float]]] = {}
 
     def ask(self, now: float | None) -> None:
-        """Note a request for more frequent reports at `now`, or its expiry if None."""
+        """Note a request at `now` for more frequent reports or, if None, its expiry."""
         self._asked = now
 
     def add_report(self, node: str, now: float) -> None:
-        """Record a report of this node."""
+        """Record a report from this node."""
         last = self._last_report.get(node, now)
         since = last + self._longest
         if self._asked is not None:
@@ -220,33 +220,33 @@ class ReportGaps:
 
 
 def seconds_still(one: RankSample, report_gaps: Gaps) -> float:
-    """Return the seconds this rank is known not to have moved, excluding the gaps in its node's reports."""
+    """Return for how many seconds this rank is known not to have moved, excluding the gaps in its node's reports."""
     gaps = report_gaps.get(one.node, ())
     return max(0.0, one.age - sum(max(0.0, min(one.age, began) - ended) for began, ended in gaps))
 
 
 _REPORTS_A_SECOND, _CALM_REPORTS_A_SECOND = 1000.0, 250.0
-"""Maximum reports per second to the coordinator, from all nodes, during close monitoring and otherwise."""
+"""Maximum reports per second from all nodes to the coordinator, during close monitoring and otherwise."""
 _LEAST, _MOST_CALM = 0.5, 5.0
 
 ATTENTION_SECONDS = 10.0
-"""Seconds for which agents report more often after a request."""
+"""Seconds for which agents report more often after being asked to."""
 
 
 def report_seconds(nodes: int) -> float:
-    """Return the seconds between two reports of an agent during close monitoring."""
+    """Return the seconds between two of an agent's reports during close monitoring."""
     return max(_LEAST, nodes / _REPORTS_A_SECOND)
 
 
 def calm_seconds(nodes: int) -> float:
-    """Return the seconds between two reports outside close monitoring; equals `report_seconds` in a small job."""
+    """Return the seconds between two of an agent's reports at other times; in a small job, `report_seconds`."""
     return max(report_seconds(nodes), min(_MOST_CALM, nodes / _CALM_REPORTS_A_SECOND))
 
 
 class ReportSchedule:
     """Report times for one agent.
-    Regular reports keep their time slots, even if others are sent in between. In a large job some node therefore
-    reports at any moment, and the coordinator soon learns that ranks move.
+    Regular reports keep their time slots, even if others are sent in between. So in a large job some node is always
+    about to report, and the coordinator soon learns that ranks are moving.
     """
 
     def __init__(self, node: int, nodes: int, now: float) -> None:
@@ -259,7 +259,7 @@ class ReportSchedule:
         self._attends_until = max(self._attends_until, now + seconds)
 
     def due(self, now: float, *, closely: bool = False, at_once: bool = False) -> bool:
-        """Return whether to report now. `closely` means that this node has relevant news."""
+        """Return whether to report now. `closely` means that this node has something relevant to report."""
         regular = now >= self._regular
         if regular:
             self._regular += self._calm * ((now - self._regular) // self._calm + 1)

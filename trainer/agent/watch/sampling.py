@@ -58,7 +58,7 @@ class JobSnapshot:
         return self._age_samples(self._order, now)
 
     def worst(self, now: float, most: int, ratios: Mapping[int, float]) -> list[RankSample]:
-        """Return at most `most` ranks: those with the largest `ratios`, then those without movement for longest."""
+        """Return at most `most` ranks: those with the largest `ratios`, then those that have not moved for longest."""
         if len(self._seen) <= most:
             return self.at(now)
 
@@ -88,48 +88,48 @@ STILL = 1.0
 """Seconds without a write to its cell after which a rank is examined more closely."""
 _LOOK_EVERY = 0.5
 _BUSY = 0.05
-"""Share of a core above which CPU time counts as activity; waiting processes wake up now and then too."""
+"""Share of a core above which CPU time counts as activity, since waiting processes also wake up now and then."""
 _BYTES = 4096
 """Minimum I/O in bytes between samples that counts as activity; larger than one log line."""
 _STARVED = 0.5
-"""Minimum share of time waiting for a core that counts as activity: a busy machine delays the process."""
+"""Minimum share of time waiting for a core that counts as activity, since a busy machine delays the process."""
 _ANSWERS = "pt_workerserver"
-"""Name of a rank's threads in which torch answers flight record queries."""
+"""Name of the threads in which torch answers a rank's flight record queries."""
 _NOTHING = ProcessActivity("", 0.0, 0)
 
 
 def active_processes(phase: str, state: str, pid: int, children: Collection[int], writer: int | None) -> set[int]:
     """Return the processes whose work counts as a rank's activity."""
-    # A halted rank cannot use the results of others. Within a step no rank waits for its writer.
+    # A halted rank cannot use the results of other processes. Within a step, no rank waits for its writer.
     others = set() if state in HALTED else {*children, *((writer,) if phase not in FAST else ())}
     return {pid, *(one for one in others if one is not None)}
 
 
 class AnswerTimes:
-    """CPU time that ranks spend on the agent's own queries, which does not count as activity."""
+    """CPU time that ranks spend answering the agent's own queries, which does not count as activity."""
 
     def __init__(self) -> None:
         self._threads: dict[int, tuple[int, ...]] = {}
 
     def __call__(self, pid: int) -> float:
-        """Return the CPU seconds spent on answers since the rank started."""
+        """Return the CPU seconds that the rank has spent on answers since it started."""
         if not self._threads.get(pid):
             self._threads[pid] = threads_named(pid, _ANSWERS)
         return threads_cpu_seconds(pid, self._threads[pid])
 
 
 def no_writer(rank: int) -> int | None:
-    """Return None, for ranks without a checkpoint writer."""
+    """Return None: these ranks have no checkpoint writer."""
     return None
 
 
 @dataclass(kw_only=True)
 class _RankHistory:
-    """Data kept about one rank between two checks."""
+    """What is kept about one rank between two checks."""
 
     started: float
     reported: tuple[int, str, bool] = (-1, "", False)  # newest write, state and exit reported
-    looked: float | None = None  # while it does not move
+    looked: float | None = None  # set while it does not move
     lived: float = 0.0
     state: str | None = None
     signs: dict[int, ProcessActivity] = field(default_factory=dict)  # of all its processes, by PID
@@ -168,7 +168,7 @@ class Sampler:
         return [self._sample(local, now) for local in everybody]
 
     def sees_halted(self) -> bool:
-        """Return whether a rank is halted according to the kernel, so that no limit needs to expire."""
+        """Return whether the kernel shows a rank as halted, in which case no limit has to expire first."""
         return any(sample.state in HALTED and not sample.ended for sample in self.samples())
 
     def report(self, summary: ProgressReport) -> ProgressReport:
@@ -186,7 +186,7 @@ class Sampler:
     def _has_changed(self, sample: RankSample, watched: _RankHistory) -> bool:
         local = self._ranks.by_rank[sample.rank]
         now = (local.last.moved_at, sample.state, sample.ended)
-        # For a rank that does not move, every check is news: its activity may explain the delay.
+        # For a rank that does not move, every check counts as news, since its activity may explain the delay.
         news = now != watched.reported or (sample.age > STILL and not sample.ended)
         watched.reported = now
         return news
@@ -221,7 +221,7 @@ class Sampler:
         )
 
     def _look_closer(self, still: list[LocalRank], now: float) -> None:
-        """Examine all still ranks together, since finding their children takes a pass over the node's processes."""
+        """Examine motionless ranks together, since finding their children takes a pass over the node's processes."""
         if not still or now - self._looked < _LOOK_EVERY:
             return
         self._looked = now
@@ -233,7 +233,7 @@ class Sampler:
     def _examine_rank(self, local: LocalRank, pid: int, group: list[int], now: float) -> None:
         watched, writer = self._watched[local.rank], self._writer(local.rank)
         before, since = watched.signs, watched.looked
-        # Processes that do not count now are read too, so that they are not new when they count later.
+        # Processes that do not count now are read too, so that they are not new if they count later.
         asked = {one: self._signs(one) for one in {pid, writer, *group} if one is not None}
         watched.signs = {one: signs for one, signs in asked.items() if signs is not None}
         if pid in watched.signs:
@@ -265,7 +265,7 @@ class Sampler:
         return changed
 
     def _work(self) -> tuple[tuple[int, ...], ...]:
-        """Return the own work of ranks that have completed a window of steps since their last report."""
+        """Return the work done by each rank that has completed a window of steps since its last report."""
         rows = []
         for rank, local in self._ranks.by_rank.items():
             work = local.cell.work()
@@ -282,7 +282,7 @@ def _stage_row(sample: RankSample) -> tuple[int, ...]:
 
 
 def _have_worked(before: Mapping[int, ProcessActivity], signs: Mapping[int, ProcessActivity], seconds: float) -> bool:
-    """Return whether processes did work in total. An exited process subtracts nothing; a new process starts at zero."""
+    """Return whether the processes did any work. One that has exited subtracts nothing; a new one starts at zero."""
     grown = [(before.get(pid, _NOTHING), one) for pid, one in signs.items()]
     cpu = sum(max(0.0, one.cpu_seconds - was.cpu_seconds) for was, one in grown)
     moved = sum(max(0, one.io_bytes - was.io_bytes) for was, one in grown)

@@ -1,8 +1,8 @@
 """Stragglers: ranks that are slower than their peers, by section of a step. Pure.
-Ranks with the same model-parallel coordinate do the same work on other data. Each is compared with the median of the
-*others*. In a group of two, a rank is slow only if it is slower than its peer and than its own past. If no rank has a
-peer (pure tensor or pipeline parallelism), each is compared with its own past, and that ratio with its neighbours': a
-common slowdown comes from the data or the machine. A single rank is never judged.
+Ranks with the same model-parallel coordinate do the same work on different data. Each is compared with the median of
+the *others*. In a group of two, a rank is slow only if it is slower than both its peer and its own past. If no rank has
+a peer (pure tensor or pipeline parallelism), each is compared with its own past, and that ratio with its neighbours',
+since a common slowdown comes from the data or the machine. A single rank is never judged.
 """
 
 import math
@@ -17,12 +17,12 @@ from trainer.protocol.config_sections.fault_detection_config import StragglerCon
 from trainer.protocol.rank_progress.progress import SECTIONS
 
 WINDOW = 4
-"""Steps per window, the shortest interval in which ranks are compared; windows end at its multiples."""
-_SURE = 4.0  # standard deviations of the group's own noise by which a slow rank must exceed its peers
-_MIXED = 16  # in groups up to this size a quartile is meaningless
+"""Steps per window, the shortest interval over which ranks are compared; windows end at multiples of it."""
+_SURE = 4.0  # a slow rank must exceed its peers by this many standard deviations of the group's noise
+_MIXED = 16  # quartiles are meaningless in groups up to this size
 _FALSE_NAMES = 5e-6  # false alarms allowed per window of a whole group
 _RAREST = 5e-4  # minimum assumed share of hiccups in a healthy group
-_FAR = 6.0  # standard deviations from its neighbours that make a window a hiccup
+_FAR = 6.0  # a window this many standard deviations from its neighbours is a hiccup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Level:
 
 
 SHORT, LONG = Level(span=1, name="short"), Level(span=6, name="long")
-"""Short windows detect a much slower rank soon, and long windows detect a slightly slower rank."""
+"""Short windows detect a much slower rank quickly; long windows detect a slightly slower one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +43,9 @@ class StragglerVerdict:
 
     rank: int
     node: str
-    section: str  # largest excess: data, forward, backward or optimizer
+    section: str  # the one with the largest excess: data, forward, backward or optimizer
     ratio: float
-    step: int  # last step examined, counted as the ranks count their work
+    step: int  # last step examined, as counted in the ranks' work
     steps: int  # slow steps so far
     gpu_hours: float  # lost by the whole world, which waits for it
     reason: str
@@ -53,8 +53,8 @@ class StragglerVerdict:
 
 
 def should_report_work(reported: int, steps: int) -> bool:
-    """Return whether to report a rank's work up to `steps` if work up to `reported` was reported.
-    A reading from the very end of a window makes it exact; readings within a window are useless.
+    """Return whether to report a rank's work up to `steps`, given that work up to `reported` has been reported.
+    A reading from the very end of a window makes the window exact; readings within it are useless.
     """
     return steps // WINDOW > reported // WINDOW
 
@@ -65,12 +65,12 @@ def reference(ordered: Sequence[float]) -> float:
 
 
 def _middle(ordered: Sequence[float], count: int, first: int = 0) -> float:
-    """Return the median of `count` sorted values from `first` on."""
+    """Return the median of `count` sorted values, starting with `first`."""
     return (ordered[first + (count - 1) // 2] + ordered[first + count // 2]) / 2
 
 
 def spread(ordered: Sequence[float]) -> float:
-    """Return the robust standard deviation of a healthy rank's ratio to its peers, from one window of a group."""
+    """Return a robust standard deviation of a healthy rank's ratio to its peers, from one window of a group."""
     count = len(ordered)
     if count > _MIXED:
         return (ordered[count * 3 // 4] - ordered[count // 4]) / 1.349 / _middle(ordered, count)
@@ -99,7 +99,7 @@ def steady(ratios: Sequence[float], noise: float) -> float:
 
 
 def needed_windows(level: Level, hiccups: float, ranks: int, config: StragglerConfig) -> int:
-    """Return the number of consecutive slow windows required. `hiccups` is their share in a healthy group."""
+    """Return the number of consecutive slow windows required. `hiccups` is the share of hiccups in a healthy group."""
     if level is LONG:
         return config.windows
     often = min(0.5, max(_RAREST, hiccups))
@@ -110,7 +110,7 @@ def is_slow(
     level: Level, ratios: Sequence[float], *, noise: float, hiccups: float, ranks: int, config: StragglerConfig,
     than: str = "its peers",
 ) -> tuple[bool, str]:  # fmt: skip
-    """Return whether the latest consecutive slow windows show a straggler, and why.
+    """Return whether the latest run of slow windows reveals a straggler, and why.
     `than` names the baseline.
     """
     wanted = needed_windows(level, hiccups, ranks, config)
@@ -131,13 +131,13 @@ def section(own: Sequence[float], others: Sequence[float]) -> tuple[str, float]:
 
 _TOTAL, _STEPS = len(SECTIONS), len(SECTIONS) + 1
 _MEMORY = 60  # windows for the median noise
-_FEW = 3  # in groups up to this size a straggler causes the noise, so its newest windows do not count
+_FEW = 3  # in groups up to this size the straggler itself causes noise, so the newest windows do not count
 _FADING = 0.98  # decay of the hiccup statistics per window
 _OWN = 20  # windows for the median of a rank's own earlier pace
-_RECENT = 3 * LONG.span  # windows too new for that: the rank may have become slow in them
+_RECENT = 3 * LONG.span  # windows too new for that, since the rank may have become slow in them
 _FEWEST_OWN = 5
 _MIN_OWN_SECONDS = 2.0
-"""Seconds of usual work for which a rank without peers must have been slow; load from other programs is temporary."""
+"""Seconds of usual work for which a rank without peers must have been slow, since load from other programs passes."""
 _SOME = 500
 
 
@@ -150,7 +150,7 @@ class _Case:
     section: str
     reason: str
     steps: int
-    lost: float  # nanoseconds that every rank of the world has waited for it
+    lost: float  # nanoseconds for which every rank of the world has waited for it
     recent: list[float] = field(default_factory=list)
     well: int = 0
 
@@ -170,8 +170,8 @@ class _Found:
 
 
 class _Group:
-    """Ranks that do the same work. A window ends when all of them have reported its last step, or a later one.
-    A rank's work is taken from whole reports, never split between two of them. A hiccup thus falls into one window,
+    """Ranks that do the same work. A window ends when all of them have reported its last step or a later one.
+    A rank's work is taken from whole reports, never split between two of them. So a hiccup falls into one window,
     however far apart the reports are.
     """
 
@@ -206,14 +206,14 @@ class _Group:
         return None if self._waiting else self._close()
 
     def _close(self) -> _Found:
-        # Nothing is known before each rank's first report, and its work until then (first steps compile and allocate)
-        # is not representative, so windows begin after it.
+        # Nothing is known about a rank before its first report, and its work until then (first steps compile and
+        # allocate) is not representative, so windows begin after it.
         found = self._judge() if self._closed >= 2 else _Found()
         self._start, self._mark = self._mark, self._start
         if self._closed < 2 or (self._closed - 1) % LONG.span == 0:
             self._block = [array("d", column) for column in self._start]
         self._closed += 1
-        # Beyond all reports, so that windows share no report if reports are rarer than windows.
+        # The end is beyond all reports, so that windows share no report if reports are rarer than windows.
         self.begin, self.end = self.end, (max(self.end, self._furthest) // WINDOW + 1) * WINDOW
         self._waiting = len(self.ranks)
         return found
@@ -245,7 +245,7 @@ class _Group:
         return found
 
     def _earlier(self, place: int) -> float:
-        """Return the pace of a rank before it can have become slow, or 0 if unknown."""
+        """Return a rank's pace from before it could have become slow, or 0 if unknown."""
         earlier = list(self._past[place])[:-_RECENT]
         return median(earlier) if len(earlier) >= _FEWEST_OWN else 0.0
 
@@ -260,7 +260,7 @@ class _Group:
         return median(noises)
 
     def _slow_ratios(self, level: Level, noise: float) -> dict[int, float]:
-        """Return the ratios of ranks whose newest window of this level is slow without its hiccups, by position."""
+        """Return the ratios of ranks whose newest window at this level is slow even without hiccups, by rank index."""
         values, normal = self._recent[-1]
         if level is LONG:
             values = [value / self._scale(at) for at, value in enumerate(self._each_step(self._block, _TOTAL))]
@@ -282,12 +282,12 @@ class _Group:
         return min(against, steady([values[place] / usual for values, _ in windows], noise))
 
     def _each_step(self, since: "list[array[float]]", column: int) -> list[float]:
-        """Return the nanoseconds per step of every rank after `since`."""
+        """Return every rank's nanoseconds per step since `since`."""
         spent = map(sub, self._mark[column], since[column])
         return list(map(truediv, spent, map(sub, self._mark[_STEPS], since[_STEPS])))
 
     def _remember(self, values: Sequence[float]) -> None:
-        """Store the pace of ranks that are compared with their own past and not known to be slow."""
+        """Store the pace of ranks that are compared with their own past and are not known to be slow."""
         for place, past in enumerate(self._past):
             if place not in self.cases:
                 past.append(values[place])
@@ -301,7 +301,7 @@ class _Group:
         streaks = self._streaks[level]
         broken = [place for place in streaks if place not in raised]
         gone = sum(len(streaks.pop(place).ratios) for place in broken)
-        if level is SHORT:  # broken streaks are typical of a healthy group
+        if level is SHORT:  # streaks that break are typical of a healthy group
             self._hiccups = self._hiccups * _FADING + gone
             self._looked = self._looked * _FADING + len(self.ranks)
         hiccups = self._hiccups / self._looked
@@ -320,7 +320,7 @@ class _Group:
                 found.named.append(place)
 
     def _is_long_enough(self, place: int, streak: _Streak) -> bool:
-        """Return whether a rank without peers has been slow long enough; short steps fill three windows quickly."""
+        """Return whether a rank without peers has been slow for long enough: short steps fill three windows quickly."""
         if self.same_work:
             return True
         usual = self._recent[-1][1] * self._scale(place)
@@ -340,13 +340,13 @@ class _Group:
         )
         for streaks in self._streaks.values():
             streaks.pop(place, None)
-        if self._past:  # its newest windows may have been slow already, so they cannot serve as reference
+        if self._past:  # its newest windows may have been slow already, so they cannot serve as a reference
             usual, past = self._earlier(place), self._past[place]
             for at in range(max(0, len(past) - _RECENT), len(past)):
                 past[at] = usual
 
     def _section(self, level: Level, place: int) -> tuple[str, float]:
-        """Return the section with most of the excess; in a large group a sample of peers is sufficient."""
+        """Return the section with most of the excess; in a large group, a sample of peers is sufficient."""
         since, size = self._start if level is SHORT else self._block, len(self.ranks)
         if not self.same_work:
             usual = [median(spent) for spent in zip(*self._sections[place], strict=True)]
@@ -357,7 +357,7 @@ class _Group:
         return section([spent[place] for spent in columns], others)
 
     def _follow(self, values: Sequence[float], normal: float, noise: float, steps: int) -> list[tuple[int, _Case]]:
-        """Add the cost of named ranks since then and return the ranks that have recovered."""
+        """Add this window's cost to the named ranks, and return those that have recovered."""
         over = []
         for place, case in self.cases.items():
             case.lost += max(0.0, values[place] - normal) * self._scale(place) * steps
@@ -388,12 +388,12 @@ class WorkWindows:
         self._world, self._nodes = world, nodes
         alone = [ranks[0] for ranks in together.values() if len(ranks) == 1]
         groups = self._groups = [_Group(ranks, config) for ranks in together.values() if len(ranks) > 1]
-        if len(alone) > 1:  # each has different work; a slowdown of all comes from the machine or the data
+        if len(alone) > 1:  # each has different work; if all slow down, the machine or the data is the cause
             groups.append(_Group(alone, config, same_work=False))
         self._places = {rank: (group, place) for group in groups for place, rank in enumerate(group.ranks)}
 
     def add_report(self, rows: Iterable[Sequence[int]]) -> list[StragglerVerdict]:
-        """Add rows of [rank, steps, cumulative nanoseconds in each of `SECTIONS`] and return verdicts on stragglers."""
+        """Add rows of [rank, steps, total nanoseconds in each of `SECTIONS`] and return verdicts on stragglers."""
         verdicts = []
         for rank, steps, *sections in rows:
             if rank not in self._places or len(sections) != _TOTAL:
@@ -406,7 +406,7 @@ class WorkWindows:
         return verdicts
 
     def slow(self) -> list[StragglerVerdict]:
-        """Return the ranks that are slow now, with their cost so far."""
+        """Return the ranks that are slow now, with what they have cost so far."""
         return [
             self._verdict(group, place, case, over=False)
             for group in self._groups

@@ -1,6 +1,6 @@
 """The rank that stopped first, and the waits between pipeline stages and in rings. Pure.
 
-A rank that has continued past a message that its receiver waits for has never sent it.
+If a rank has gone past a message that the receiver is still waiting for, it never sent that message.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ from trainer.protocol.config_sections.pipeline_config import PipelineConfig
 from trainer.protocol.rank_progress.progress import AWAITED_SENDS, OF_ACTIVATIONS, RECEIVES, Activity, StageActivity
 
 CONFIRMED = 1.0
-"""Seconds a process must be seen halted; a profiler may halt a waiting process for a moment."""
+"""Seconds for which a process must be seen halted, since a profiler may halt a waiting process for a moment."""
 
 _NOBODY: Mapping[int, float] = {}
 
@@ -28,22 +28,22 @@ class HangKind(StrEnum):
     STUCK_IN_SAVE = "stuck_in_save"
     STUCK_IN_COMPUTE = "stuck_in_compute"
     LOCK_HELD = "lock_held"  # no thread can take Python's lock
-    DESYNC = "desync"  # ranks call different collectives: a bug of the program
-    NETWORK = "network"  # all have joined a collective across nodes, and none makes progress
+    DESYNC = "desync"  # ranks call different collectives: a bug in the program
+    NETWORK = "network"  # all have joined a collective across nodes, but none makes progress
     UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suspicion:
     """The rank that stopped first; None if all `rivals` wait in the same collective.
-    WARNING: among several rivals it is unknown which still works and which wait for it, so all their limits count.
+    WARNING: of several rivals, it is unknown which is still working and which wait for it, so all their limits count.
     """
 
     rank: RankSample | None
     kind: HangKind
     why: str
     rivals: tuple[RankSample, ...]  # includes `rank`
-    spins: bool = False  # they wait for a GPU, which uses CPU time
+    spins: bool = False  # they are waiting for a GPU, which uses CPU time
     others: tuple[RankSample, ...] = ()  # independent roots other than `rank`
     chain: str = ""
 
@@ -53,12 +53,12 @@ class Suspicion:
 
 
 _ORDER = ("init", "restore", "checkpoint", "eval", "data", "compile", "forward", "backward", "optimizer", "done")
-"""Order of phases within a step. Ranks in phases before `forward` wait for no peer."""
+"""Order of phases within a step. Ranks in phases before `forward` do not wait for peers."""
 
 _PLACE = {phase: index for index, phase in enumerate(_ORDER)}
 
 
-# Micro-batches alternate forward and backward; only the collectives show which rank is behind.
+# Micro-batches alternate between forward and backward; only the collectives show which rank is behind.
 _TURN = {**_PLACE, "backward": _PLACE["forward"]}
 
 _NOWHERE = len(_ORDER)
@@ -89,7 +89,7 @@ def first_to_stop(
     halted_for: Mapping[int, float] = _NOBODY,
 ) -> Suspicion:
     """Return the rank that stopped first, by the strongest evidence available; limits are not checked here."""
-    # The kernel's data needs no interpretation.
+    # What the kernel reports needs no interpretation.
     halted = [one for one in live if one.state in HALTED]
     if halted:
         halted = [one for one in halted if halted_for.get(one.rank, CONFIRMED) >= CONFIRMED] or halted
@@ -123,12 +123,12 @@ def _suspect_from_records(
     if not named:
         return None
     first = _first(named, lock_held)
-    # If the records show each root separately, none of them waits for another.
+    # If the records list each root separately, none of them waits for another.
     roots = {one.rank: one for one in finding.culprits}
     others = tuple(one for one in named if one is not first and one.rank in roots)
     if finding.kind in ("desync_shape", "desync_order"):
         return Suspicion(rank=first, kind=HangKind.DESYNC, why=finding.reason, rivals=(first,), others=others)
-    # The host has run ahead of its GPU, so its position does not show what hangs.
+    # The host has run ahead of its GPU, so its position does not show what is hanging.
     on_gpu = roots[first.rank].on_gpu if first.rank in roots else finding.queued
     return Suspicion(
         rank=first,
@@ -142,8 +142,8 @@ def _suspect_from_records(
 
 
 def _least_advanced(live: Sequence[RankSample], lock_held: AbstractSet[int]) -> Suspicion:
-    """Suspect the rank that is furthest behind. Without records, the others are assumed to wait for it."""
-    # Ranks may wait for messages at any position, since stages never advance equally.
+    """Suspect the rank that is furthest behind. Without records, the others are assumed to be waiting for it."""
+    # Ranks may wait for messages at any position, since stages never advance in step.
     working = [one for one in live if not one.waits_for_message] or live
     step = min(one.step for one in working)
     behind = [one for one in working if one.step == step]
@@ -166,7 +166,7 @@ def _with_lock(one: RankSample, lock_held: AbstractSet[int], why: str) -> str:
 
 
 def _ranks_at_place(first: RankSample, ranks: Sequence[RankSample]) -> tuple[RankSample, ...]:
-    """Return the ranks that have come as far as `first`, including `first` itself."""
+    """Return the ranks that have got as far as `first`, including `first` itself."""
     place = _place(first)
     return tuple(one for one in ranks if one.step == first.step and _place(one) == place)
 
@@ -210,13 +210,13 @@ class RingMessage:
 
 
 class StageNeighbours:
-    """Ranks with neighbouring pipeline stages; pipelines are the outermost dimension of the mesh."""
+    """Finds ranks with neighbouring pipeline stages; pipelines are the outermost dimension of the mesh."""
 
     def __init__(self, config: PipelineConfig, world: int) -> None:
         self.config, self._inner = config, max(1, world // config.ranks)
 
     def message(self, rank: int, moment: StageActivity) -> StageMessage | RingMessage | None:
-        """Return the message that `rank` waits for at this moment, or None."""
+        """Return the message that `rank` is waiting for at this moment, or None."""
         if moment.activity is Activity.WAIT_IN_RING:
             return RingMessage(source=moment.stage, target=rank)
         receives = moment.activity in RECEIVES
@@ -255,7 +255,7 @@ def with_stage_waits(
 
 
 def never_sent(seen: Sequence[RankSample], neighbours: StageNeighbours) -> frozenset[int]:
-    """Return ranks that have continued past a message that another stage waits for."""
+    """Return ranks that have gone on without sending a message that another stage is waiting for."""
     by_rank = {one.rank: one for one in seen if not one.ended}
     found = set()
     for rank, message in _waits(seen, neighbours):
@@ -276,14 +276,14 @@ def _waits(seen: Iterable[RankSample], neighbours: StageNeighbours) -> Iterable[
 
 
 def _is_beyond(source: RankSample, waiting: RankSample, message: StageMessage, neighbours: StageNeighbours) -> bool:
-    """Return whether the program of `source` has passed the send of `message`."""
+    """Return whether the program of `source` has passed the point where it sends `message`."""
     sent = source.sent
     if sent is None or "eval" in (source.phase, waiting.phase) or source.step != waiting.step:
         return sent is not None and source.step > waiting.step
     counts = sent.activations if message.activation else sent.gradients
     place = message.stage // neighbours.config.ranks
-    # Before its own passes of this step, its counts are those of the previous step.
+    # Until its own passes of this step begin, its counts are those of the previous step.
     if sent.after_step != waiting.step or place >= len(counts) or counts[place] <= message.micro_batch:
         return False
-    # A rank that waits for this message to be received has already sent it.
+    # A rank waiting for this message to be received has already sent it.
     return source.moment is None or neighbours.message(source.rank, source.moment) != message

@@ -233,7 +233,7 @@ def _refuse_batch_norm(model: nn.Module, layout: Layout, config: JobConfig) -> N
     found = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
     if found and layout.device.type == "cpu" and config.train.dtype != "float32":
         raise WorkloadError(
-            f"train.dtype={config.train.dtype}: torch has no BatchNorm in this dtype on CPUs: set train.dtype=float32"
+            f"train.dtype={config.train.dtype}: torch has no BatchNorm in this dtype on CPUs: type train.dtype=float32"
         )
 
 
@@ -244,7 +244,7 @@ def build_optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimiz
     if isinstance(config, JobConfig) and offloads_optimizer(config) and not isinstance(made, HostAdamW):
         raise WorkloadError(
             f"parallel.fsdp.offload=optimizer, but {type(workload).__name__} builds a {type(made).__name__} of its "
-            "own, and only the built-in AdamW can run in host memory: set parallel.fsdp.offload=all"
+            "own, and only the built-in AdamW can run in host memory: type parallel.fsdp.offload=all"
         )
     return made
 

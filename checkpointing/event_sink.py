@@ -40,7 +40,7 @@ class EventSink:
                 _log.warning("event %s could not be written yet: %s", self._pending[0][0], error)
 
     def close(self) -> None:
-        """Write the remaining events; raises the error if one cannot be written."""
+        """Write the remaining events. Raises the error if one cannot be written."""
         with self._lock:
             for kind, data in self._pending:
                 self._on_event(kind, data)

@@ -54,12 +54,12 @@ for _error in (CheckpointRefused, UnsafePickle):
 
 
 def encode(value: Any) -> bytes:
-    """Return `value` as a message; raises InvalidMessage for an unregistered type."""
+    """Return `value` as a message. Raises InvalidMessage for an unregistered type."""
     return json.dumps(_encode_value(value), allow_nan=False, separators=(",", ":")).encode()
 
 
 def decode(message: bytes | bytearray) -> Any:
-    """Return the value that `encode` was called with; raises InvalidMessage."""
+    """Return the value that `encode` was called with. Raises InvalidMessage."""
     try:
         return json.loads(message, object_hook=_decode_object, parse_constant=_raise_unknown)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:

@@ -54,7 +54,7 @@ def assign_places(sizes: Sequence[Mapping[str, int]], leads_node: Sequence[bool]
 
 
 def join_regions(regions: Sequence[Region]) -> list[FileEntry]:
-    """Return the entries of the nodes' files; raises ValueError if regions are not contiguous."""
+    """Return the entries of the nodes' files. Raises ValueError if regions are not contiguous."""
     by_file: dict[str, list[Region]] = {}
     for region in sorted(regions, key=lambda region: region.at):
         by_file.setdefault(region.file, []).append(region)
@@ -131,7 +131,7 @@ class Commit:
 
 
 def read_commit(storage: Storage, name: str) -> Commit:
-    """Parse a COMMIT; raises OSError if it cannot be read, ManifestError if it is invalid."""
+    """Parse a COMMIT. Raises OSError if it cannot be read, ManifestError if it is invalid."""
     with storage.open(f"{name}/{COMMIT}") as stream:
         data = stream.read()
     try:
@@ -147,7 +147,7 @@ def read_commit(storage: Storage, name: str) -> Commit:
 def write_file(
     storage: Storage, folder: str, name: str, data: bytes, quiet: Callable[[], None] = lambda: None
 ) -> FileEntry:
-    """Write one small file durably; raises OSError. Calls `quiet` before waiting for the disk.
+    """Write one small file durably. Raises OSError. Calls `quiet` before waiting for the disk.
 
     An fsync during large writes waits for all queued ones and delays the following ones.
     """

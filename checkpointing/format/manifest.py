@@ -66,7 +66,7 @@ class Index:
 
 
 def parse_index(data: bytes) -> Index:
-    """Parse `index.json`; raises ManifestError for anything that `Index.encode` would not have written."""
+    """Parse `index.json`. Raises ManifestError for anything that `Index.encode` would not have written."""
     try:
         value = json.loads(data)
         tensors = {key: TensorInfo(str(dtype), tuple(shape)) for key, (dtype, shape) in value["tensors"].items()}
@@ -102,7 +102,7 @@ def encode_fingerprints(values: dict[str, str]) -> bytes:
 
 
 def parse_fingerprints(data: bytes) -> dict[str, str]:
-    """Parse `fingerprints.json`; raises ManifestError."""
+    """Parse `fingerprints.json`. Raises ManifestError."""
     try:
         value = json.loads(data)
         tensors = {str(key): str(text) for key, text in value["tensors"].items()}
@@ -184,7 +184,7 @@ class Manifest:
 
 
 def parse(data: bytes) -> Manifest:
-    """Parse a manifest; raises ManifestError for anything that `Manifest.encode` would not have written."""
+    """Parse a manifest. Raises ManifestError for anything that `Manifest.encode` would not have written."""
     try:
         fields = json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -50,7 +50,7 @@ class Header:
 
 
 def lay_out(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> Header:
-    """Return a header for these tensors, in this order; raises ValueError for a dtype the format lacks."""
+    """Return a header for these tensors, in this order. Raises ValueError for a dtype the format lacks."""
     described: dict[str, Any] = {_METADATA: dict(metadata)}
     spans, end = {}, 0
     for name, info in tensors.items():
@@ -68,7 +68,7 @@ def lay_out(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> H
 
 
 def read_header(stream: BinaryIO, size: int) -> Header:
-    """Return the header of a file of `size` bytes; raises Malformed unless it describes exactly these bytes."""
+    """Return the header of a file of `size` bytes. Raises Malformed unless it describes exactly these bytes."""
     encoded, described = _read_entries(stream, size)
     try:
         places = {name: _place(entry, len(encoded)) for name, entry in described.items()}

@@ -45,7 +45,7 @@ class TorchRecord:
 
 
 def read_record(read: ReadAt, start: int, length: int) -> TorchRecord:
-    """Parse the record in these bytes of a file; raises ValueError unless it holds one whole plain tensor."""
+    """Parse the record in these bytes of a file. Raises ValueError unless it holds one whole plain tensor."""
     try:
         with zipfile.ZipFile(FileSection(read, start, length)) as archive:
             members = {info.filename.partition("/")[2]: info for info in archive.infolist()}

@@ -43,7 +43,7 @@ def read_all_pins(storage: Storage) -> dict[tuple[str, str], Pin]:
 
 
 def pinned_names(storage: Storage) -> frozenset[str]:
-    """Return the pinned names; raises OSError if they cannot be listed, in which case nothing may be deleted."""
+    """Return the pinned names. Raises OSError if they cannot be listed, in which case nothing may be deleted."""
     return frozenset(name for name, _ in _list_pins(storage))
 
 
@@ -128,7 +128,7 @@ class GarbageDecision:
 
 
 def find_debris(catalog: Catalog) -> list[DebrisFolder]:
-    """Return every uncommitted folder with a checkpoint's name, newest first; raises OSError."""
+    """Return every uncommitted folder with a checkpoint's name, newest first. Raises OSError."""
     return [_folder(catalog, name) for name in catalog.names() if not catalog.is_committed(name)]
 
 

@@ -29,7 +29,7 @@ class Storage(Protocol):
         """Write a small file atomically and durably."""
 
     def open(self, path: str) -> BinaryIO:
-        """Open a file for reading, seekable; raises OSError."""
+        """Open a file for reading, seekable. Raises OSError."""
 
     def list(self, path: str) -> dict[str, int | None]:
         """Map the names directly in a folder to their sizes (None for folders); empty if the folder does not exist."""

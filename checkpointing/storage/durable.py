@@ -224,7 +224,7 @@ def only_own_files() -> Iterator[None]:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading; raises NotAFile immediately for a FIFO, a device, a socket or a folder."""
+    """Open a file for reading. Raises NotAFile immediately for a FIFO, a device, a socket or a folder."""
     # Without O_NONBLOCK, opening a FIFO waits for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     status = os.fstat(descriptor)
@@ -251,7 +251,7 @@ class NestedTooDeeply(ValueError):
 
 
 def read_json(path: Path, most: int = MOST_JSON) -> Any:
-    """Parse one JSON file of at most `most` bytes; raises OSError or ValueError, with the path in the message."""
+    """Parse one JSON file of at most `most` bytes. Raises OSError or ValueError, with the path in the message."""
     with open_regular(path) as stream:
         # A read allocates its buffer first, so it is limited to the file's size.
         data = stream.read(min(most, os.fstat(stream.fileno()).st_size) + 1)
@@ -269,7 +269,7 @@ RESERVED_BYTES = 32 << 10
 
 
 def reserve(path: Path, size: int = RESERVED_BYTES) -> None:
-    """Reserve space for `write_reserved(path, ...)`; raises OSError if the disk is full."""
+    """Reserve space for `write_reserved(path, ...)`. Raises OSError if the disk is full."""
     write_durably(_reserve_path(path), os.urandom(size))  # random, so that a compressing file system cannot shrink it
 
 

@@ -103,7 +103,7 @@ def allocate(descriptor: int, size: int, start: int = 0) -> bool:
 
 
 def reserve(descriptor: int, size: int) -> None:
-    """Grow a memory file to at least `size` allocated bytes; raises OSError if they are unavailable."""
+    """Grow a memory file to at least `size` allocated bytes. Raises OSError if they are unavailable."""
     if os.fstat(descriptor).st_size < size:
         os.ftruncate(descriptor, size)
     allocate(descriptor, size)

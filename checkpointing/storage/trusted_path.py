@@ -102,7 +102,7 @@ def own_name() -> str:
 
 @contextmanager
 def open_folder(path: Path) -> Iterator[Opened]:
-    """Open a folder component by component; raises OSError."""
+    """Open a folder component by component. Raises OSError."""
     walk = _Walk()
     try:
         walk.go(path.absolute())
@@ -112,7 +112,7 @@ def open_folder(path: Path) -> Iterator[Opened]:
 
 
 def weakness(path: Path) -> Weakness | None:
-    """Return the first folder or link on the path, including `path`, that others may write, or None; raises OSError.
+    """Return the first folder or link on the path, including `path`, that others may write, or None. Raises OSError.
 
     A folder that only its owner, another user, may write does not count.
     """

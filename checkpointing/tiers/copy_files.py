@@ -195,7 +195,7 @@ class Retry:
     draw: Callable[[], float] = field(default=random.random)
 
     def run(self, act: Callable[[], T]) -> T:
-        """Call `act` until it succeeds; raises the last OSError, and permanent ones (a full disk) immediately."""
+        """Call `act` until it succeeds. Raises the last OSError, and permanent ones (a full disk) immediately."""
         for attempt in range(self.attempts):
             try:
                 return act()

@@ -72,14 +72,14 @@ class CopyVerdict:
 
 
 def read_manifest_digest(storage: Storage, name: str) -> str:
-    """Return the manifest digest of a copy, or "" without a valid COMMIT; raises OSError if COMMIT is unreadable."""
+    """Return the manifest digest of a copy, or "" without a valid COMMIT. Raises OSError if COMMIT is unreadable."""
     with contextlib.suppress(ManifestError, FileNotFoundError):
         return read_commit(storage, name).manifest
     return ""
 
 
 def record(storage: Storage, verdict: CopyVerdict) -> None:
-    """Write a verdict, unless an earlier good verdict on the same copy has a higher level; raises OSError."""
+    """Write a verdict, unless an earlier good verdict on the same copy has a higher level. Raises OSError."""
     file = _file(verdict.name, verdict.place)
     earlier = _read(storage, file)
     if earlier is None or not _is_superseded(earlier, verdict):
@@ -99,7 +99,7 @@ def withdraw(storage: Storage, name: str, place: str) -> None:
 
 
 def forget(storage: Storage, place: str, present: Iterable[str]) -> None:
-    """Delete the verdicts on copies that no longer exist in `place`; raises OSError."""
+    """Delete the verdicts on copies that no longer exist in `place`. Raises OSError."""
     there = set(present)
     for verdict in read_verdicts(storage):
         if verdict.place == place and verdict.name not in there:
@@ -121,7 +121,7 @@ def known_bad(storage: Storage, place: str, copies: Storage) -> dict[str, str]:
 
 
 def bad_copies(verdicts: Iterable[CopyVerdict], place: str, copies: Storage) -> dict[str, str]:
-    """Return the same as `known_bad`, but from verdicts that were already read; raises OSError."""
+    """Return the same as `known_bad`, but from verdicts that were already read. Raises OSError."""
     bad = [verdict for verdict in verdicts if verdict.place == place and not verdict.ok]
     return {item.name: item.reason for item in bad if item.manifest == read_manifest_digest(copies, item.name)}
 

@@ -280,7 +280,7 @@ def _check_chunk(digester: "_LocalDigester | _StreamDigester", chunk: Chunk) -> 
 
 
 def read_listed(storage: Storage, manifest: Manifest, file: str) -> bytes:
-    """Return the verified bytes of a small file that the manifest lists; raises ManifestError or OSError."""
+    """Return the verified bytes of a small file that the manifest lists. Raises ManifestError or OSError."""
     entry = manifest.file(file)
     if entry is None:
         raise ManifestError(f"{file} is not listed in {MANIFEST}")

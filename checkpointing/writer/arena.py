@@ -96,7 +96,7 @@ class Arena:
         return self._shape.stamp
 
     def shape(self, buffer_bytes: int, buffers: int, plan: str, extra_room: int = 0) -> None:
-        """Create new zeroed buffers without records; raises OSError if there is not enough memory.
+        """Create new zeroed buffers without records. Raises OSError if there is not enough memory.
 
         A record has room for `extra_room` bytes of the caller's own facts. `buffer_bytes` is rounded up to pages.
         """
@@ -160,7 +160,7 @@ class Arena:
         self._record_area(index)[: _SEAL.size] = bytes(_SEAL.size)
 
     def publish(self, index: int, record: BufferRecord) -> None:
-        """Record a buffer's contents as valid; raises ValueError if the record does not fit its area."""
+        """Record a buffer's contents as valid. Raises ValueError if the record does not fit its area."""
         assert record.plan == self.plan, "a record of another plan"
         self.clear(index)
         _seal(self._record_area(index), _RECORD_MARK, encode(record))

@@ -201,7 +201,7 @@ def _is_plain_folder(storage: Storage) -> TypeGuard[LocalStorage]:
 def write_files(
     order: WriteOrder, arena: Arena, cancel_token: CancelToken, storage: Storage | None = None
 ) -> WriteResult:
-    """Write and digest the files and publish the record; raises OSError with its errno.
+    """Write and digest the files and publish the record. Raises OSError with its errno.
 
     Once it returns or raises, the buffer is no longer read. The buffer is digested and its record published even if
     the write fails, because the copy in memory is still good.
@@ -306,7 +306,7 @@ class MessageStream:
         self._stream, self._lock = stream, threading.Lock()
 
     def send(self, header: dict[str, Any], blob: bytes = b"") -> None:
-        """Send one whole message; raises OSError if the other side is gone."""
+        """Send one whole message. Raises OSError if the other side is gone."""
         data = encode({**header, "blob": len(blob)})
         with self._lock:
             self._stream.sendall(_LENGTH.pack(len(data)) + data)

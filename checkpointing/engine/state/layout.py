@@ -64,7 +64,7 @@ class RecordTemplate:
 
 @lru_cache(maxsize=4096)
 def template(dtype: torch.dtype, shape: tuple[int, ...]) -> RecordTemplate:
-    """Return the template of a contiguous tensor without memory for its values; raises RecordFormatError."""
+    """Return the template of a contiguous tensor without memory for its values. Raises RecordFormatError."""
     nbytes = math.prod(shape) * dtype.itemsize
     made = _small_template(dtype, shape) if nbytes <= _SMALL else _large_template(dtype, shape, nbytes)
     if made.nbytes != nbytes or len(made.head) % ALIGNMENT:

@@ -111,7 +111,7 @@ def layout_for_budget(files: int, host_memory: float) -> Lay:
 def agree_on_plan(
     ranks: RankGroup, tensors: Mapping[str, Tensor], lay: Lay, most: int = 0, *, by_node: bool = False
 ) -> AgreedPlan:
-    """Agree on a plan; collective. Raises ValueError on every rank if any rank's state cannot be saved.
+    """Agree on a plan. Collective. Raises ValueError on every rank if any rank's state cannot be saved.
 
     `most` bytes of host memory (0: no limit) decide whether there is a second buffer; `by_node`: one file per node.
     """
@@ -144,7 +144,7 @@ def agree_on_plan(
 
 
 def _agreed_places(ranks: RankGroup, layout: FileLayout | Failed) -> list[Places]:
-    """Return the positions of every rank's files in the nodes' files, computed locally by each rank; collective."""
+    """Return the positions of every rank's files in the nodes' files, computed locally by each rank. Collective."""
     sizes = {} if isinstance(layout, Failed) else {name: size for name, _, size in layout.files}
     sizes_by_rank = ranks.all_gather((sizes, ranks.looks_after(shared=False)))
     return assign_places([files for files, _ in sizes_by_rank], [leads for _, leads in sizes_by_rank])
@@ -198,7 +198,7 @@ class _Planned:
 
 
 def _distribute(ranks: RankGroup, plan: LocalPlan | Failed) -> _Planned:
-    """Let torch's planner decide on rank 0 and send each rank its items; raises ValueError on every rank."""
+    """Let torch's planner decide on rank 0 and send each rank its items. Raises ValueError on every rank."""
     plans = ranks.gather(plan)
     answers: list[Any] | None = None
     metadata = None
@@ -240,7 +240,7 @@ def _decide_items(local_plans: Sequence[LocalPlan]) -> tuple[list[tuple[int, ...
 
 
 def local_plan(tensors: Mapping[str, Tensor]) -> LocalPlan:
-    """Return this rank's plan as if it were alone; raises ValueError for state without well-defined content."""
+    """Return this rank's plan as if it were alone. Raises ValueError for state without well-defined content."""
     with torch.no_grad():
         checked = {key: _check_tensor(key, tensor).detach() for key, tensor in sorted(tensors.items())}
         plan = create_default_local_save_plan(checked, is_coordinator=False)
@@ -248,7 +248,7 @@ def local_plan(tensors: Mapping[str, Tensor]) -> LocalPlan:
 
 
 def _check_tensor(key: str, tensor: Tensor) -> Tensor:
-    """Return the tensor; raises ValueError if its values cannot be copied into a file and back."""
+    """Return the tensor. Raises ValueError if its values cannot be copied into a file and back."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{key}: a {type(tensor).__name__} is not a tensor; put it into `extra`")
     if isinstance(tensor, DTensor):

@@ -79,7 +79,7 @@ class BestConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StagingConfig:
-    """How a rank's state is staged for the writer."""
+    """Settings for staging a rank's state for the writer."""
 
     mode: str = "block"
     """`block`: training waits for the copy. `lazy`: the state is copied during the next forward and backward pass."""

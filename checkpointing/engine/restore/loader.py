@@ -307,7 +307,7 @@ def _check_present(source: LoadSource, wanted: Sequence["RankNeeds"]) -> None:
 @peer_message
 @dataclass(frozen=True, kw_only=True)
 class RankNeeds:
-    """What a rank needs, exchanged between the ranks."""
+    """A rank's needs, which the ranks exchange."""
 
     seen: frozenset[str]
     by_chunk: dict[int, int]  # bytes needed from each chunk
@@ -460,7 +460,7 @@ def _copy_some(goals: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def _evenly(sizes: Sequence[int], count: int) -> list[slice]:
-    """Group neighbours into slices of about equal size in bytes; one group if there is little to do."""
+    """Group neighbours into slices of about the same size in bytes, or into one if there is little to do."""
     total, groups, start, filled = sum(sizes), list[slice](), 0, 0
     least = max(_WORTH_A_THREAD, -(-total // count))
     for at, size in enumerate(sizes):

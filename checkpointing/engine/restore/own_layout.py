@@ -46,7 +46,7 @@ class SavedLayout:
         self._alone = Index({piece.key: info for piece, info in self._own.items()}, tuple(self._own))
 
     def matches(self, manifest: Manifest) -> bool:
-        """Return whether a checkpoint has exactly this layout. Only rank 0 can tell."""
+        """Return whether a checkpoint has exactly this layout. Known on rank 0 only."""
         entry, index = manifest.file(INDEX), self.plan.index
         if entry is None or index is None or entry.size != len(index):
             return False

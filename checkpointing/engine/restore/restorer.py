@@ -86,7 +86,7 @@ _PROMPT_S = 0.0002
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreOptions:
-    """Which checkpoints a restore may load. Steps in `suspects` are loaded only if nothing else can be.
+    """Options for a restore. Steps in `suspects` are loaded only if nothing else can be.
 
     `optional_names` are inherited names that may be missing, because nodes outside this job may hold them.
     `trust_foreign` allows other tools' DCP checkpoints, whose bytes have no digests. `corrupt` are names from earlier
@@ -297,7 +297,7 @@ class Restorer:
                         continue
                     refusals.append(refusal)
                     self._refuse(refusal, candidate)
-            deadline = deadline or time.monotonic() + LATE_S  # counted from the first try, which may take long
+            deadline = deadline or time.monotonic() + LATE_S  # not counting the first try, which may take a long time
             retry = restored is None and bool(unread) and time.monotonic() < deadline
             if not self._ranks.broadcast(retry):  # rank 0 decides, because the ranks' clocks differ
                 break

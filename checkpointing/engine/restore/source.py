@@ -116,7 +116,7 @@ def number_chunks(files: Iterable[tuple[str, int, int, tuple[str, ...] | None]])
 
 @dataclass(frozen=True, kw_only=True)
 class LoadSource:
-    """Source of a load: all files with their digests, the positions of tensors in them, and a function to open one."""
+    """Source of a load: all files with their digests, the positions of tensors in them, and how to open a file."""
 
     name: str
     shards: tuple[Shard, ...]

@@ -23,7 +23,7 @@ from checkpointing.event_sink import EmitEvent
 
 @dataclass(frozen=True, kw_only=True)
 class SaveAgreement:
-    """What the ranks agreed on. `same`: all can use their current plan. `alike`: all have the same `rank_state`."""
+    """The ranks' agreement. `same`: all can use their current plan. `alike`: all have the same `rank_state`."""
 
     same: bool
     has_room: bool

@@ -85,8 +85,10 @@ class StagingConfig:
     """`block`: training waits for the copy. `lazy`: the state is copied during the next forward and backward pass."""
 
     host_memory: float = 0.0
-    """Maximum GiB of host memory for one rank's copies. 0 means enough for two copies. If there is too little
-    for one copy, training waits for the disk, failed saves are not retried, and no copy stays in memory.
+    """Maximum GiB of host memory for one rank's copies. 0 means enough for two copies.
+
+    If there is too little memory for one copy, training waits for the disk, failed saves are not retried, and no copy
+    stays in memory.
     """
 
     files: int = 1

@@ -31,7 +31,7 @@ _MALFORMED = (
 """Exceptions raised when reading an invalid archive."""
 
 ReadAt = Callable[[int, int], bytes]
-"""Function that returns the bytes of a file at an offset, up to a length; fewer at the end of the file."""
+"""Function that, given an offset and a length, returns those bytes of a file; fewer at the end of the file."""
 
 
 @dataclass(frozen=True, slots=True)

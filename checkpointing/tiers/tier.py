@@ -199,7 +199,7 @@ def on_lustre(folder: Path, mounts: Path = MOUNTS) -> bool:
 
 
 def _unescape(point: str) -> str:
-    """Decode the mount table's octal escapes for blanks and backslashes."""
+    """Decode the mount table's octal escapes for whitespace and backslashes."""
     for code, letter in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
         point = point.replace(code, letter)
     return point

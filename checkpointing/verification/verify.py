@@ -359,7 +359,7 @@ class PageCacheState:
         self._files: dict[str, list[bool]] = {}
 
     def cached_ranges(self, name: str, descriptor: int) -> list[bool]:
-        """Return, for every 8 MiB of a file, whether they were cached, judging by the page in the middle."""
+        """Return, for each 8 MiB of a file, whether it was cached, judging by the page in its middle."""
         with self._lock:
             if name not in self._files:
                 size = os.fstat(descriptor).st_size

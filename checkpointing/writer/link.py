@@ -26,8 +26,8 @@ class WriterLost(ConnectionError):
 class WriterLink:
     """Link to a writer process over a stream socket. It uses two descriptors in all: the socket's and the arena's.
 
-    Every future ends with its result, with an OSError that keeps its errno, or with WriterLost if the process is gone.
-    Once a `write` has ended in any of these ways, its buffer is no longer read.
+    Every future completes with its result, with an OSError that keeps its errno, or with WriterLost if the process is
+    gone. Once a `write` has completed in any of these ways, its buffer is no longer read.
     """
 
     def __init__(self, stream: socket.socket, arena: Arena, process: "subprocess.Popen[bytes] | None" = None) -> None:
@@ -82,7 +82,7 @@ class WriterLink:
         return not self._lost
 
     def write(self, order: WriteOrder) -> "Future[WriteResult]":
-        """Write files out of a buffer, which must not change until the future has ended."""
+        """Write files out of a buffer, which must not change until the future is done."""
         return self._request({"do": "write", "order": order, "stamp": self.arena.stamp})
 
     def put(self, place: str, folder: str, name: str, blob: bytes) -> "Future[FileEntry]":
@@ -94,7 +94,7 @@ class WriterLink:
         return self._request({"do": "copy", "order": order})
 
     def ping(self) -> "Future[None]":
-        """Return a future that ends when the writer answers, even if its disks hang."""
+        """Return a future that completes when the writer answers, even if its disks hang."""
         return self._request({"do": "ping"})
 
     def warm(self) -> "Future[None]":
@@ -102,7 +102,7 @@ class WriterLink:
         return self._request({"do": "warm", "stamp": self.arena.stamp})
 
     def cancel(self) -> None:
-        """Cancel the orders in flight, each between two blocks. Their futures end with OSError (ECANCELED)."""
+        """Cancel the orders in flight, each between two blocks. Their futures fail with OSError (ECANCELED)."""
         self._request({"do": "cancel"})
 
     def _request(self, header: dict[str, Any], blob: bytes = b"") -> "Future[Any]":
@@ -117,8 +117,8 @@ class WriterLink:
         try:
             self._messages.send({"id": number, **header}, blob)
         except OSError:
-            # Answers that have already been sent can still be read. The reader then sees the end of the stream and ends
-            # the futures.
+            # Answers that have already been sent can still be read. The reader then sees the end of the stream and
+            # fails the remaining futures.
             self._messages.disconnect()
         return future
 

@@ -102,7 +102,10 @@ class SealedCheckpoint:
         return self._pieces[key]
 
     def in_file_order(self) -> list[str]:
-        """Return all tensor keys, ordered by where their first shards are stored; this reads each chunk about once."""
+        """Return all tensor keys, ordered by where their first shards are stored.
+
+        Reading in this order reads each chunk about once.
+        """
         places = {key: (pieces[0].file, pieces[0].start) for key, pieces in self._pieces.items() if pieces}
         return sorted(self.index.tensors, key=lambda key: (places.get(key, ("", 0)), key))
 

@@ -106,7 +106,7 @@ class Exported:
 def new_folder(folder: Path) -> Iterator[Path]:
     """Create a draft next to `folder` that replaces it on exit, complete and durable. A failure leaves nothing behind.
 
-    Anything left by an export to the same folder that was killed is also removed.
+    Leftovers from a killed export to the same folder are also removed.
 
     Raises FileExistsError if `folder` exists and is not empty.
     """

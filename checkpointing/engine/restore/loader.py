@@ -338,7 +338,7 @@ class RankLoad:
         self._slice_bytes: list[SliceBytes | None] = []  # None for an irregular piece
         self._readers: Readers = ()
         self._buffers = ReadBuffers()
-        self._goals: list[Tensor] = []  # destination of each slice; its source is below
+        self._goals: list[Tensor] = []  # destination of each slice, whose source is in `_sources`
         self._sources: list[Tensor] = []
         self._unfilled: list[tuple[SliceBytes, Tensor]] = []  # memory for values that are not contiguous in the buffers
         self._absent: tuple[str, ...] = ()
@@ -406,7 +406,7 @@ class RankLoad:
         return view
 
     def _view(self, need: Slice, slice_bytes: SliceBytes) -> Tensor | None:
-        """Return a slice as a view of the buffers, or None if it is not contiguous there, or misaligned."""
+        """Return a slice as a view of the buffers, or None if it is misaligned or not contiguous in them."""
         if not self._buffers.holds(slice_bytes.chunks):
             return None
         dtype = self._tensors[need.key].dtype

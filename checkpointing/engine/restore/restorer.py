@@ -281,7 +281,7 @@ class Restorer:
         """Load the first loadable copy of one step. Return None if all of them are permanently refused.
 
         Unreadable copies in shared tiers are retried for LATE_S seconds. Then UnreadableNow is raised, because loading
-        an older checkpoint would mean repeating the training since then.
+        an older checkpoint would mean repeating the training done since.
         """
         deadline = 0.0
         while True:

@@ -170,7 +170,7 @@ def find_slices(
         more = f" and {len(needed) - 1} more" if len(needed) > 1 else ""
         raise CheckpointRefused(source.name, f"has no tensor {needed[0]}{more}", damaged=False, fits=False)
     needs: list[Slice] = []
-    boxes: dict[tuple[object, ...], Box] = {}  # by layout
+    boxes: dict[tuple[object, ...], Box] = {}  # keyed by layout
     for key in sorted(tensors.keys() & known.keys()):
         _check_fit(source, key, tensors[key])
         tensor = tensors[key]

@@ -1,4 +1,4 @@
-"""The save queue, which runs one save after another in its own thread, each in agreement with all ranks."""
+"""The save queue, which runs one save after another in its own thread. All ranks agree on each save."""
 
 import collections
 import logging

@@ -53,7 +53,7 @@ def _low_weights(index: Tensor, seed: int) -> Tensor:
 
 
 def _weights(index: Tensor, seed: int) -> Tensor:
-    """Return each weight as the product of weights for the index's high and low bits, cheaply for long ranges."""
+    """Return the weights, each a product of weights for the index's high and low bits. Cheap for long ranges."""
     return _low_weights(index & (_SPAN - 1), seed) * _mix(index // _SPAN, ~seed & _MASK)
 
 

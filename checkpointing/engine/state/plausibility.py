@@ -184,7 +184,7 @@ def _format_tensors(found: Mapping[str, str]) -> str:
 
 
 def _added_up(everything: Sequence[Sequence[Item]], partials: Sequence[bytes]) -> dict[str, str]:
-    """Return fingerprints by key.
+    """Return the fingerprints, keyed by tensor key.
 
     Most keys have one part, so this is cheap; it must be, as it holds the GIL during training.
     """

@@ -119,7 +119,7 @@ def _versions(sources: Sequence[Tensor]) -> list[int] | None:
 
 
 class Copier:
-    """Runs copies in the caller's thread or, if they are lazy, in its own thread."""
+    """Runs copies in the caller's thread or, if they are lazy, in a thread of its own."""
 
     def __init__(self, *, lazy: bool, gpu: torch.device | None) -> None:
         """Create a copier. `gpu` is the tensors' device, or None if they are in host memory."""

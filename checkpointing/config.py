@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 AUTO = "auto"
 RUN = "run"
 MEMORY = "memory"
-"""Implicit tier of the copies in the ranks' memory. Not configurable; reported like any other tier."""
+"""The implicit tier for copies in the ranks' memory. It cannot be configured, but is reported like any other tier."""
 BY_NODE = "node"
 
 
@@ -30,7 +30,7 @@ class TierConfig:
     """Maximum MiB/s that each rank may write to this tier. 0 means no limit."""
 
     stripes: int = 1
-    """Lustre stripe count of the folder, set if `lfs` is installed. 0 means the site's default."""
+    """Lustre stripe count for the folder, applied if `lfs` is installed. 0 means the site's default."""
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -57,10 +57,10 @@ class RetentionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BestConfig:
-    """Best checkpoints by a metric, kept in addition to the newest; the run then also saves after each validation."""
+    """The best checkpoints by a metric, kept in addition to the newest. The run also saves after each validation."""
 
     metric: str = ""
-    """A number that the workload's `validate` or `metrics` returns, or `loss`. Empty keeps none."""
+    """A number that the workload's `validate` or `metrics` returns, or `loss`. If empty, no best ones are kept."""
 
     mode: str = "min"
     """`min` if a smaller number is better, `max` if a larger one is."""
@@ -73,20 +73,22 @@ class BestConfig:
             raise ValueError(f"checkpoint.best.mode={self.mode}: must be min or max")
         if self.keep < 1:
             raise ValueError(
-                f"checkpoint.best.keep={self.keep}: must be at least 1; checkpoint.best.metric= keeps none"
+                f"checkpoint.best.keep={self.keep}: must be at least 1; to keep none, set checkpoint.best.metric="
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class StagingConfig:
-    """Staging of a rank's state for the writer."""
+    """Settings for staging a rank's state for the writer."""
 
     mode: str = "block"
     """`block`: training waits for the copy. `lazy`: the state is copied during the next forward and backward pass."""
 
     host_memory: float = 0.0
-    """Maximum GiB of host memory for one rank's copies. 0 means enough for two. If too small for one, training waits
-    for the disk, failed saves are not retried, and no copy stays in memory.
+    """Maximum GiB of host memory for one rank's copies. 0 means enough for two copies.
+
+    If there is too little memory for one copy, training waits for the disk, failed saves are not retried, and no copy
+    stays in memory.
     """
 
     files: int = 1
@@ -103,7 +105,7 @@ class StagingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AutoConfig:
-    """Bounds of the interval that `checkpoint.every: auto` chooses."""
+    """Bounds on the interval that `checkpoint.every: auto` chooses."""
 
     least: int = 10
     """Minimum number of steps between two saves, and before the first save."""
@@ -112,7 +114,7 @@ class AutoConfig:
     """Maximum number of steps between two saves."""
 
     node_days: float = 64.0
-    """First estimate of the node-days per failure; observed failures of the cluster and the run soon outweigh it."""
+    """Initial estimate of node-days per failure. Failures observed on the cluster and in the run soon outweigh it."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:
@@ -131,16 +133,16 @@ class CheckpointConfig:
     auto: AutoConfig = field(default_factory=AutoConfig)
 
     keep: int = 3
-    """Number of newest checkpoints to keep; at least 2, so that a damaged newest checkpoint has a substitute."""
+    """Number of newest checkpoints to keep; at least 2, so that there is a fallback if the newest is damaged."""
 
     max_unsaved_steps: int = 0
-    """End the attempt when this many steps are in no committed checkpoint. 0 means never, even if all saves fail."""
+    """End the attempt after this many steps without a committed checkpoint. 0 means never, even if all saves fail."""
 
     plausibility: str = "refuse"
     """Response to NaN in a trainable weight, or to replicas that differ: `refuse`, `warn` or `off`."""
 
     files: str = "rank"
-    """`rank`: each rank writes files of its own. `node`: the ranks of a node share one file, to save inodes.
+    """`rank`: each rank writes its own files. `node`: the ranks of a node share one file, to save inodes.
 
     Each rank's region in a shared file begins at a multiple of 8 MiB.
     """
@@ -160,7 +162,7 @@ class CheckpointConfig:
         if isinstance(self.every, int) and self.every < 0:
             raise ValueError(f"checkpoint.every={self.every}: must be 0 (only at the end) or a number of steps")
         if self.keep < 2:
-            raise ValueError(f"checkpoint.keep={self.keep}: keep at least 2, or a damaged newest one loses the run")
+            raise ValueError(f"checkpoint.keep={self.keep}: keep at least 2, in case the newest is damaged")
         if self.max_unsaved_steps < 0:
             raise ValueError(f"checkpoint.max_unsaved_steps={self.max_unsaved_steps}: must be 0 (no limit) or more")
         if self.plausibility not in ("refuse", "warn", "off"):
@@ -169,8 +171,8 @@ class CheckpointConfig:
             raise ValueError(f"checkpoint.files={self.files}: must be rank or node")
         if self.files == BY_NODE and self.tiers and "://" in self.tiers[0].path:
             raise ValueError(
-                f"checkpoint.files=node: several ranks cannot write one object of {self.tiers[0].path}; name a mounted "
-                f"file system as the first tier, or set checkpoint.files=rank"
+                f"checkpoint.files=node: several ranks cannot write to one object in {self.tiers[0].path}; name a "
+                f"mounted file system as the first tier, or set checkpoint.files=rank"
             )
         if isinstance(self.every, int) and 0 < self.max_unsaved_steps < self.every:
             raise ValueError(

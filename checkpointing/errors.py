@@ -1,15 +1,15 @@
-"""The error tree of checkpoints; independent of runs and exit codes.
+"""The checkpoint error tree, which is independent of runs and exit codes.
 
 CheckpointError
  +- ManifestError     the manifest or COMMIT is torn, tampered with, or of another format
  +- CheckpointRefused  one checkpoint cannot be trusted or does not fit; carries its name and the reason
  |   +- UnsafePickle  `.metadata` requests a class outside the allow-list
- +- NothingVerifies   checkpoints exist and every one of them was refused
+ +- NothingVerifies   checkpoints exist, but every one of them was refused
  |   +- NothingIntact  all of them are damaged: another attempt would read the same bytes
  |   +- NothingFits    the undamaged ones belong to another model: another attempt would run the same code
- |   +- UnreadableNow  the newest one cannot be read now: loading an older one would repeat its steps
- +- TierUnavailable   the library for a tier's URL is not installed here
- +- SaveFailed        one save was given up; carries its step and the reason
+ |   +- UnreadableNow  the newest one cannot be read now: loading an older one would mean repeating steps
+ +- TierUnavailable   the library for a tier's URL is not installed on this machine
+ +- SaveFailed        one save was given up on; carries its step and the reason
      +- FencedOff     the attempt no longer holds its launch token, so it must not commit
      +- Unsound       this state must not be saved, even if the save is retried
          +- UnsavableState  no later state can be saved either: the program holds an object that cannot be saved
@@ -29,9 +29,9 @@ class ManifestError(CheckpointError):
 class CheckpointRefused(CheckpointError):
     """A checkpoint that must not be loaded.
 
-    It counts as `damaged` unless the reader, place or time may be the cause: a model that it does not fit, a node
-    that does not have it, a transient file system error. `fits` is False if it belongs to another model. It is
-    `unreadable` if reading raised only transient errors.
+    It counts as `damaged` unless the cause may lie elsewhere: a model that it does not fit, a node that does not have
+    it, or a transient file system error. `fits` is False if it belongs to another model. It is `unreadable` if reading
+    it raised only transient errors.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class NothingFits(NothingVerifies):
 
 
 class UnreadableNow(NothingVerifies):
-    """The newest checkpoint not permanently refused cannot be read at `places`; older ones were not tried."""
+    """The newest checkpoint that is not permanently refused cannot be read from `places`. Older ones were not tried."""
 
     def __init__(self, refusals: Sequence[CheckpointRefused], places: Sequence[str]) -> None:
         super().__init__(refusals)
@@ -75,7 +75,7 @@ class UnreadableNow(NothingVerifies):
 
 
 def nothing_verifies(refusals: Sequence[CheckpointRefused]) -> NothingVerifies:
-    """Return the error that summarizes the refusals of all existing checkpoints."""
+    """Return the error that sums up the refusals of all existing checkpoints."""
     kind: type[NothingVerifies] = NothingVerifies
     if all(refusal.damaged for refusal in refusals):
         kind = NothingIntact
@@ -97,7 +97,7 @@ class FencedOff(SaveFailed):
 
 
 class Unsound(SaveFailed):
-    """A save that was given up because of its state, which was torn or cannot be saved in its present form."""
+    """A save that was given up on because its state was torn or cannot be saved in its present form."""
 
 
 class UnsavableState(Unsound):
@@ -105,4 +105,4 @@ class UnsavableState(Unsound):
 
 
 class TierUnavailable(CheckpointError, ImportError):
-    """A tier whose library is not installed here."""
+    """A tier that needs a library that is not installed on this machine."""

@@ -1,4 +1,4 @@
-"""Queue of events for the journal: keeps their order and retries writes while a disk is full."""
+"""Queue of events for the journal, which keeps their order and retries writes while a disk is full."""
 
 import logging
 import threading
@@ -12,11 +12,11 @@ EmitEvent = Callable[[str, dict[str, Any]], None]
 
 
 def emit_nothing(kind: str, data: dict[str, Any]) -> None:
-    """Discard an event on ranks that do not report; one rank reports for all."""
+    """Discard an event. Used on ranks that do not report, because one rank reports for all."""
 
 
 class EventSink:
-    """Serializer of events from several threads; `on_event` is called by one thread at a time, in order."""
+    """Serializes events from several threads. `on_event` is called by one thread at a time, in order."""
 
     def __init__(self, on_event: EmitEvent) -> None:
         self._on_event = on_event
@@ -36,11 +36,11 @@ class EventSink:
                     self._on_event(*self._pending[0])
                     self._pending.pop(0)
             except OSError as error:
-                # A disk too full for a checkpoint may be too full for its event; the next call retries.
+                # A disk that is too full for a checkpoint may be too full for its event as well. The next call retries.
                 _log.warning("event %s could not be written yet: %s", self._pending[0][0], error)
 
     def close(self) -> None:
-        """Write the remaining events; raises the error if one cannot be written."""
+        """Write the remaining events. Raises the error if one cannot be written."""
         with self._lock:
             for kind, data in self._pending:
                 self._on_event(kind, data)

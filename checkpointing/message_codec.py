@@ -1,8 +1,9 @@
 """Messages between ranks, and between a rank and its writer, as typed JSON: plain values and registered classes.
 
 Plain JSON values are unchanged. Everything else is an object with one key, its kind: `{"tuple": [...]}`, or a class
-with its fields in order, `{"Failed": [...]}`. Decoding creates only registered classes, with fields of their declared
-types, and runs no code. No torch: only a process that has imported it can encode or decode a dtype.
+with its fields in order, `{"Failed": [...]}`. Decoding creates only instances of registered classes, with fields of
+their declared types, and runs no code. torch is not imported, and only a process that has imported it can encode or
+decode a dtype.
 """
 
 import base64
@@ -31,7 +32,7 @@ _CLASSES: dict[str, type] = {}
 
 
 class InvalidMessage(ValueError):
-    """Bytes that are not a message of this version, or a value that cannot be sent."""
+    """Bytes that are not a message in this version's format, or a value that cannot be sent."""
 
 
 def peer_message(kind: type[T]) -> type[T]:
@@ -54,12 +55,12 @@ for _error in (CheckpointRefused, UnsafePickle):
 
 
 def encode(value: Any) -> bytes:
-    """Return `value` as a message; raises InvalidMessage for an unregistered type."""
+    """Return `value` as a message. Raises InvalidMessage for an unregistered type."""
     return json.dumps(_encode_value(value), allow_nan=False, separators=(",", ":")).encode()
 
 
 def decode(message: bytes | bytearray) -> Any:
-    """Return the value that `encode` was called with; raises InvalidMessage."""
+    """Return the value that `encode` was called with. Raises InvalidMessage."""
     try:
         return json.loads(message, object_hook=_decode_object, parse_constant=_raise_unknown)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -100,7 +101,7 @@ def _pairs(value: Mapping[Any, Any]) -> Any:
 
 _ENCODERS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (float, _float),
-    (str, str),  # subclasses too, such as torch's version
+    (str, str),  # also subclasses, such as the type of torch's version
     (bytes, lambda value: {"bytes": base64.b64encode(value).decode()}),
     (tuple, lambda value: {"tuple": [_encode_value(item) for item in value]}),
     (Mapping, _pairs),
@@ -126,7 +127,7 @@ def _instance(kind: Any, values: list[Any]) -> Any:
 
 @cache
 def _declared_types(kind: type) -> tuple[tuple[type, ...], ...]:
-    """Return the outermost classes that each field's annotation allows; any class without an annotation."""
+    """Return the outermost classes that each field's annotation allows. Without an annotation, any class is allowed."""
     known = typing.get_type_hints(kind)
     return tuple(_classes(known.get(field, Any)) for field in _FIELDS[kind])
 

@@ -1,4 +1,4 @@
-"""Save interval, skipped saves, and the latest time of the final save. Pure functions; all times are seconds.
+"""The save interval, skipped saves, and the latest time for the final save. Pure functions. All times are in seconds.
 
 J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974, and J. T. Daly, "A
 higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22(3), 2006.
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _SMALL = 1e-3
-"""Save cost, as a share of the mean time between failures, below which Young's formula is exact enough."""
+"""Save cost, as a share of the mean time between failures, below which Young's formula is accurate enough."""
 
 _NOTICEABLE = 0.2
 """Relative change below which an interval is kept, because measurements vary."""
@@ -17,12 +17,12 @@ _NOTICEABLE = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class SaveCosts:
-    """Measured costs of saves on this run, in seconds."""
+    """Measured costs of this run's saves, in seconds."""
 
     step: float
     """Duration of a step without a save."""
     stall: float
-    """Time for which one save blocks training."""
+    """How long one save blocks training."""
     slowdown: float = 0.0
     """Total slowdown of the steps that run during one save."""
     save: float = 0.0
@@ -30,7 +30,7 @@ class SaveCosts:
 
     @property
     def cost(self) -> float:
-        """Training time that one save costs."""
+        """The training time that one save costs."""
         return self.stall + self.slowdown
 
 
@@ -43,10 +43,10 @@ class Interval:
 
 
 def optimal(cost: float, mtbf: float) -> float:
-    """Return the seconds of training between two saves that minimize the lost time.
+    """Return how many seconds of training between two saves minimize the time lost.
 
     `cost` is the cost of one save, `mtbf` the mean time between failures. Uses Young's sqrt(2 C M) if C is small
-    against M, else Daly's higher-order form; returns M if a save costs more than 2 M.
+    compared with M, else Daly's higher-order form. Returns M if a save costs at least 2 M.
     """
     if cost <= _SMALL * mtbf:
         return math.sqrt(2 * cost * mtbf)
@@ -57,7 +57,10 @@ def optimal(cost: float, mtbf: float) -> float:
 
 
 def interval(measured: SaveCosts, mtbf: float, *, least: int, most: int) -> Interval:
-    """Return the optimal steps between two saves, at least as long as a save takes, within [least, most]."""
+    """Return the optimal number of steps between two saves.
+
+    The interval is at least as long as a save takes, and within [least, most].
+    """
     wanted = optimal(measured.cost, mtbf)
     words = f"a save costs {_text(measured.cost)}, a failure occurs every {_text(mtbf)}: {_text(wanted)} between saves"
     steps = max(1, round(wanted / measured.step))
@@ -77,10 +80,10 @@ def differs_enough(before: int, after: int) -> bool:
 
 
 def retry_after(interval: int, failures: int) -> int:
-    """Return the number of steps from a failed or skipped save to the next try.
+    """Return the number of steps from a failed or skipped save until the next try.
 
-    It is a tenth of the interval, doubled for each consecutive failure. An `interval` of 0 (no cadence) counts as a
-    hundred steps.
+    It is a tenth of the interval, doubled for each further consecutive failure, up to the whole interval. An `interval`
+    of 0 (no regular saves) counts as a hundred steps.
     """
     usual = interval or 100
     pause: int = max(1, usual // 10) << min(failures - 1, 10)
@@ -88,10 +91,10 @@ def retry_after(interval: int, failures: int) -> int:
 
 
 def skip_before_stop(left: float, *, interval: float, save: float) -> bool:
-    """Return whether to skip a save because a stop, which saves too, is due in `left` seconds.
+    """Return whether to skip a save because a stop, which also saves, is due in `left` seconds.
 
-    A save protects the work until that stop. It pays for its cost C after sqrt(2 C M) seconds of work, so the stop must
-    be at least half an interval away. A save that cannot finish by then protects nothing.
+    Such a save protects the work only until that stop. It pays for its cost C after sqrt(2 C M) seconds of work, so the
+    stop must be at least half an interval away. A save that cannot finish by then protects nothing.
     """
     return 0 <= left < max(interval / 2, save)
 
@@ -100,13 +103,13 @@ def last_save_before(end: float, *, save: float, step: float, slop: float, margi
     """Return the latest time to request a save so that it is committed `margin` before `end`.
 
     `save` is the 99th percentile of save times, `step` the length of a step (ranks agree within two steps), `slop` the
-    time by which the end may precede its announcement.
+    time by which the end may come earlier than announced.
     """
     return end - margin - slop - 2 * step - save
 
 
 def quantile(samples: Sequence[float], share: float) -> float:
-    """Return the smallest sample that at least `share` of all samples do not exceed; 0 without samples."""
+    """Return the smallest sample that at least `share` of all samples do not exceed; 0 if there are no samples."""
     if not samples:
         return 0.0
     return sorted(samples)[max(0, math.ceil(share * len(samples)) - 1)]

@@ -1,4 +1,4 @@
-"""Checkpointing entry point of the training process: background saves, restore from verified checkpoints."""
+"""The training process's entry point to checkpointing: background saves, and restores from verified checkpoints."""
 
 import collections
 import concurrent.futures
@@ -42,11 +42,11 @@ _FACTS_ROOM = 1 << 18
 
 
 class Checkpointer:
-    """Save and restore interface of one rank in one generation; all ranks call the same methods in the same order.
+    """One rank's interface for saving and restoring in one generation.
 
-    `on_event` is called on rank 0, except for events that only one rank can observe, which are emitted on that rank.
-    Save events come from the saving thread. `extra` is taken from rank 0. The owner's `fence` is checked before
-    every COMMIT and every delete.
+    All ranks call the same methods in the same order. `on_event` is called on rank 0, except for events that only one
+    rank can observe, which are emitted on that rank. Save events are emitted from the saving thread. `extra` is taken
+    from rank 0. The owner's `fence` is checked before every COMMIT and every delete.
     """
 
     def __init__(
@@ -61,10 +61,11 @@ class Checkpointer:
         restore: RestoreOptions | None = None,
         pauses: Sequence[float] = RETRY_PAUSES,
     ) -> None:
-        """Create the process groups for saves. Collective; call on the caller's thread before any training step.
+        """Create the process groups for saves.
 
-        `link` connects to the writer that the agent owns; without it, a writer process is started when needed. `pauses`
-        are the seconds before each retry of a failed save.
+        Collective; must be called on the caller's thread before any training step. `link` connects to the agent's
+        writer; without it, a writer process is started when needed. `pauses` are the seconds before each retry of a
+        failed save.
         """
         self._owner, self._tiers, self._facts = owner, tiers, _plain(world.facts, "world")
         self._config, self._link, self._pauses = config or CheckpointConfig(), link, pauses
@@ -86,19 +87,19 @@ class Checkpointer:
         self._saver: CheckpointSaver | None = None
         self._queue: SaveQueue | None = None
         self.committed_step: int | None = None
-        """Step of the newest checkpoint that this object has committed or restored; settled after `wait`."""
-        self._newest: int | None = None  # step of the save that started last
+        """Step of the newest checkpoint that this object has committed or restored. Final after `wait`."""
+        self._newest: int | None = None  # step of the most recently started save
         self.failure: str | None = None
-        """Reason why the newest save failed, known on every rank; None if it succeeded. Settled after `wait`."""
+        """Reason why the newest save failed, known on every rank; None if it succeeded. Final after `wait`."""
         self.lasting: SaveFailed | None = None
-        """Failure that repeats at every save, known on every rank; further training would only lose more work."""
+        """A failure that would recur at every save, known on every rank; further training would only lose more work."""
         self.stall_seconds = 0.0
-        """Seconds for which the last `save` call blocked its caller."""
+        """How long the last `save` call blocked its caller, in seconds."""
         self.save_seconds: collections.deque[float] = collections.deque(maxlen=64)
-        """Durations of the latest saves in seconds, from naming to COMMIT."""
+        """Durations of the most recent saves in seconds, from naming to COMMIT."""
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
-        """Do all one-time work: plan, memory, record templates, writer. Collective; keeps no tensor.
+        """Do all one-time work: plan, memory, record templates, writer. Collective; keeps no reference to the tensors.
 
         Raises ValueError on every rank for state that cannot be saved, OSError if there is not enough memory for it.
         """
@@ -106,9 +107,9 @@ class Checkpointer:
             self._plan(tensors)
         assert self._saver is not None
         assert self._stager is not None
-        Inspection().inspect(*self._stager.sample())  # its tables are built only once
+        Inspection().inspect(*self._stager.sample())  # builds its lookup tables, once
         self._stager.forget()
-        # A writer that fails now reports it at the first save.
+        # If the writer fails now, the first save reports it.
         concurrent.futures.wait([self._saver.writer.warm()], _WARM_SECONDS)
 
     def save(
@@ -122,14 +123,14 @@ class Checkpointer:
         """Copy the state, then write it in the background; return False on every rank if the save was skipped.
 
         `rank_state` holds JSON facts that may differ between ranks. They are stored in `extra` as the list
-        `rank_state`, with one entry if all ranks agree, else one entry per rank.
+        `rank_state`, which has one entry if all ranks agree, otherwise one entry per rank.
 
         `trained` are the keys of trainable weights, which must not be NaN.
 
         DTensors are saved as shards. Plain tensors are saved once, and replicas that differ between ranks are refused.
         Raises ValueError or TypeError for state that cannot be saved. Later failures emit the event `checkpoint.failed`
-        and leave `committed_step` unchanged; `lasting` is set if the failure repeats at every save. With lazy staging,
-        the tensors must not change until `before_optimizer_step` has returned.
+        and leave `committed_step` unchanged; `lasting` is set if the failure would recur at every save. With lazy
+        staging, the tensors must not change until `before_optimizer_step` has returned.
         """
         start = time.perf_counter()
         facts, own = _plain(extra, "extra"), _plain(rank_state or {}, "rank_state")
@@ -150,7 +151,7 @@ class Checkpointer:
         return parts is not None
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return every rank's plain value in rank order. Collective; call on the caller's thread."""
+        """Return every rank's plain value in rank order. Collective; must be called on the caller's thread."""
         return self._ranks.all_gather(value)
 
     def _admit(
@@ -158,7 +159,7 @@ class Checkpointer:
     ) -> list[Tensor] | None:
         """Return this rank's parts of the tensors once there is memory for them, or None if this save must be skipped.
 
-        Adds the state of all ranks to `facts`.
+        Adds the `rank_state` of all ranks to `facts`.
         """
         parts = self._match(tensors)
         agreed = self._agree(step, parts, own)
@@ -186,11 +187,14 @@ class Checkpointer:
         )
 
     def _reason_to_skip(self, agreed: SaveAgreement) -> str | None:
-        """Return why to skip the save. Training never waits for a disk: a save needs a free copy on every rank."""
+        """Return why this save must be skipped, or None.
+
+        Training never waits for a disk: a save needs a free buffer on every rank.
+        """
         if not agreed.same and not agreed.idle:
             return "the structure of the state has changed, and an earlier save is still being written"
         if not agreed.has_room:
-            return "earlier saves are still being written, and there is no free copy"
+            return "earlier saves are still being written, and no buffer is free"
         return None
 
     def _begin(self, step: int, parts: Sequence[Tensor], facts: dict[str, Any], trained: frozenset[str]) -> None:
@@ -248,7 +252,7 @@ class Checkpointer:
         return self._saver.writer
 
     def _open_flusher(self) -> None:
-        """Start copying to further tiers, which may still lag behind after an earlier generation."""
+        """Start copying to further tiers, which may still be behind from an earlier generation."""
         if self._flush_ranks is None or self._flusher is not None:
             return
         self._flusher = Flusher(
@@ -271,7 +275,7 @@ class Checkpointer:
             return
         self.committed_step = job.step
         self.save_seconds.append(saved.seconds)
-        if self._manages_first_tier:  # the flusher deletes in the other tiers
+        if self._manages_first_tier:  # the flusher handles deletion in the other tiers
             if self._debris_thread is not None:
                 self._debris_thread.join()  # at most one at a time
             held = self._flusher.held if self._flusher is not None else ()
@@ -286,8 +290,8 @@ class Checkpointer:
     def _start_debris_collection(self) -> None:
         """Collect unfinished checkpoints in the first tier, in parallel with training.
 
-        No save is running at this moment, so every unfinished checkpoint is abandoned, and no later save reuses its
-        name.
+        No save is running at this point, so every unfinished checkpoint has been abandoned, and no later save reuses
+        its name.
         """
         if self._debris_thread is not None:
             self._debris_thread.join()
@@ -297,7 +301,7 @@ class Checkpointer:
             self._debris_thread = start_background_thread(collect, "checkpoint-tidying")
 
     def before_optimizer_step(self) -> None:
-        """Return once the tensors of the last save may change; returns immediately without lazy staging."""
+        """Return once the tensors from the last save may be changed. Returns immediately without lazy staging."""
         if self._stager is not None:
             self._stager.before_optimizer_step()
 
@@ -306,9 +310,9 @@ class Checkpointer:
     ) -> Restored | None:
         """Fill `tensors` in place from the newest checkpoint that verifies; return None if no checkpoint exists.
 
-        `tensors` may be a function; it is called on every rank with the `extra` of each checkpoint that is tried.
-        Raises NothingVerifies if checkpoints should exist but none can be loaded; starting from scratch is then a
-        decision for the user.
+        If `tensors` is a function, it is called on every rank with the `extra` of each checkpoint that is tried. Raises
+        NothingVerifies if checkpoints should exist but none can be loaded; whether to start from scratch is then up to
+        the user.
         """
         self.wait()
         restored = self._restorer.run(Targets(tensors), optional_keys)
@@ -321,7 +325,7 @@ class Checkpointer:
         return restored
 
     def wait(self) -> None:
-        """Return once no save is running and every pending event has been written or attempted."""
+        """Return once no save is running and a write of every pending event has been attempted."""
         self.before_optimizer_step()
         if self._queue is not None:
             self._queue.wait()
@@ -336,7 +340,7 @@ class Checkpointer:
         if self._queue is not None:
             self._queue.close()
         if self._debris_thread is not None:
-            self._debris_thread.join(_DEBRIS_SECONDS)  # a daemon thread, so a hung one is abandoned
+            self._debris_thread.join(_DEBRIS_SECONDS)  # a daemon thread, so it can be abandoned if it hangs
         if self._flusher is not None:
             if flush_for is not None:
                 self._flusher.drain(flush_for)
@@ -361,7 +365,7 @@ class Checkpointer:
 
 
 def _plain(value: dict[str, Any], what: str) -> dict[str, Any]:
-    """Return a copy through JSON, which later changes cannot affect; raises TypeError or ValueError."""
+    """Return a copy made through JSON, so that later changes cannot affect it. Raises TypeError or ValueError."""
     try:
         copy: dict[str, Any] = json.loads(canonical(value))
     except (TypeError, ValueError) as error:

@@ -1,1 +1,1 @@
-"""Parts of a checkpoint: names, manifest, COMMIT, index, torch.save records, safetensors. No torch."""
+"""Parts of a checkpoint: names, manifest, COMMIT, index, torch.save records, safetensors. Does not import torch."""

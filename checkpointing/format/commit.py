@@ -15,7 +15,7 @@ from checkpointing.storage.digests import CHUNK, DigestSink, digest
 from checkpointing.storage.durable import canonical
 
 Places = Mapping[str, tuple[str, int]]
-"""Location of each of a rank's files, by name: the node's file and the offset in it."""
+"""Where each of a rank's files is, keyed by name: the node's file and the offset in it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +39,7 @@ def file_name(node: int) -> str:
 
 
 def assign_places(sizes: Sequence[Mapping[str, int]], leads_node: Sequence[bool]) -> list[Places]:
-    """Return the positions of every rank's files, given their sizes; a node's ranks follow its leader."""
+    """Return the positions of every rank's files, given their sizes. A node's ranks come right after its leader."""
     found: list[Places] = []
     node, end = -1, 0
     for files, leads in zip(sizes, leads_node, strict=True):
@@ -54,7 +54,7 @@ def assign_places(sizes: Sequence[Mapping[str, int]], leads_node: Sequence[bool]
 
 
 def join_regions(regions: Sequence[Region]) -> list[FileEntry]:
-    """Return the entries of the nodes' files; raises ValueError if regions are not contiguous."""
+    """Return the file entries for the nodes' files. Raises ValueError if the regions are not contiguous."""
     by_file: dict[str, list[Region]] = {}
     for region in sorted(regions, key=lambda region: region.at):
         by_file.setdefault(region.file, []).append(region)
@@ -73,7 +73,10 @@ def _join_parts(file: str, parts: Sequence[Region]) -> FileEntry:
 
 SCHEMA = "orch.commit/1"
 DELETED = "DELETED"
-"""Tombstone, published before COMMIT is deleted and itself deleted last; a folder with it is no longer a checkpoint."""
+"""Tombstone, published before COMMIT is deleted and itself deleted last.
+
+A folder that has one is no longer a checkpoint.
+"""
 
 _NAME = re.compile(r"step-(\d{8,})\.(\d{3,})-([0-9a-z]{1,32})(?:-(\d{1,4}))?")
 _HEX = re.compile(r"[0-9a-f]{32}")
@@ -81,7 +84,7 @@ _HEX = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Name:
-    """The parts of a checkpoint's name; `take` counts from 1 and grows with the attempt's restarts."""
+    """The parts of a checkpoint's name. `take` counts from 1 and grows with the attempt's restarts."""
 
     step: int
     attempt: int
@@ -109,7 +112,7 @@ def parse_name(name: str) -> Name | None:
 
 
 def fresh_name(step: int, attempt: int, nonce: str, taken: Iterable[str], first: int = 1) -> str:
-    """Return the first unused name for this step, from take `first` on. No folder is ever written twice."""
+    """Return the first unused name for this step, starting with take `first`. No folder is ever written twice."""
     bearers, take = set(taken), first
     while checkpoint_name(step, attempt, nonce, take) in bearers:
         take += 1
@@ -118,7 +121,7 @@ def fresh_name(step: int, attempt: int, nonce: str, taken: Iterable[str], first:
 
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """The marker that makes a checkpoint exist; `manifest` is the digest of its manifest's bytes."""
+    """The marker that makes a checkpoint exist. `manifest` is the digest of its manifest's bytes."""
 
     manifest: str
     size: int
@@ -131,7 +134,7 @@ class Commit:
 
 
 def read_commit(storage: Storage, name: str) -> Commit:
-    """Parse a COMMIT; raises OSError if it cannot be read, ManifestError if it is invalid."""
+    """Parse a COMMIT. Raises OSError if it cannot be read, ManifestError if it is invalid."""
     with storage.open(f"{name}/{COMMIT}") as stream:
         data = stream.read()
     try:
@@ -147,9 +150,9 @@ def read_commit(storage: Storage, name: str) -> Commit:
 def write_file(
     storage: Storage, folder: str, name: str, data: bytes, quiet: Callable[[], None] = lambda: None
 ) -> FileEntry:
-    """Write one small file durably; raises OSError. Calls `quiet` before waiting for the disk.
+    """Write one small file durably. Raises OSError. Calls `quiet` before waiting for the disk.
 
-    An fsync during large writes waits for all queued ones and delays the following ones.
+    An fsync during large writes waits for all queued writes and delays those that follow.
     """
     with DigestSink(storage.create(f"{folder}/{name}")) as sink:
         sink.write(data)
@@ -160,9 +163,10 @@ def write_file(
 def seal(storage: Storage, manifest: Manifest, fence: Callable[[], bool], now: float) -> Commit:
     """Publish the manifest, then COMMIT, which makes the checkpoint exist. Raises FencedOff before COMMIT.
 
-    Sealing again with the same manifest changes nothing, whether the first seal came from another node leader that
-    shares the folder or from an earlier try. With another manifest, or once deletion has begun, it raises
+    Sealing again with the same manifest changes nothing, whether the first seal was made by another node leader that
+    shares the folder or by an earlier try. With another manifest, or once deletion has begun, it raises
     FileExistsError.
+
     WARNING: every file that the manifest lists must be durable before this is called.
     """
     data = manifest.encode()
@@ -175,7 +179,7 @@ def seal(storage: Storage, manifest: Manifest, fence: Callable[[], bool], now: f
             raise FileExistsError(f"{manifest.name} is already committed with a different manifest")
         return earlier
     storage.publish(f"{manifest.name}/{MANIFEST}", data)
-    # The fence is read as late as possible: no new checkpoint may appear after a revocation.
+    # The fence is read as late as possible, because no new checkpoint may appear after a revocation.
     if not fence():
         raise FencedOff(
             manifest.step, "fenced off: the launch token of this attempt was revoked, or deleted, before COMMIT"

@@ -1,8 +1,8 @@
-"""`manifest.json`, `index.json` and `fingerprints.json` of a checkpoint.
+"""A checkpoint's `manifest.json`, `index.json` and `fingerprints.json`.
 
-Index and fingerprints are files of a checkpoint, listed in its manifest, readable without torch and without unpickling.
-The index is identical for every save of a layout; the fingerprints differ. Checkpoints of other tools have neither and
-are read through their `.metadata`.
+The index and the fingerprints are files of a checkpoint. They are listed in its manifest and can be read without torch
+and without unpickling. The index is identical for every save with the same layout; the fingerprints differ. Other
+tools' checkpoints have neither and are read through their `.metadata`.
 """
 
 import json
@@ -23,7 +23,7 @@ FINGERPRINTS_SCHEMA = "orch.fingerprints/1"
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A whole tensor: dtype as torch's name without the prefix (`bfloat16`), global shape."""
+    """A whole tensor: its dtype, as torch names it but without the prefix (`bfloat16`), and its global shape."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -66,7 +66,7 @@ class Index:
 
 
 def parse_index(data: bytes) -> Index:
-    """Parse `index.json`; raises ManifestError for anything that `Index.encode` would not have written."""
+    """Parse `index.json`. Raises ManifestError for anything that `Index.encode` would not have written."""
     try:
         value = json.loads(data)
         tensors = {key: TensorInfo(str(dtype), tuple(shape)) for key, (dtype, shape) in value["tensors"].items()}
@@ -102,7 +102,7 @@ def encode_fingerprints(values: dict[str, str]) -> bytes:
 
 
 def parse_fingerprints(data: bytes) -> dict[str, str]:
-    """Parse `fingerprints.json`; raises ManifestError."""
+    """Parse `fingerprints.json`. Raises ManifestError."""
     try:
         value = json.loads(data)
         tensors = {str(key): str(text) for key, text in value["tensors"].items()}
@@ -124,7 +124,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,255}")
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
-    """A file of a checkpoint; `chunks` are xxh3-128 digests of `chunk_size` bytes each (the last may be shorter)."""
+    """A checkpoint file. `chunks` are the xxh3-128 digests of `chunk_size` bytes each (the last may be shorter)."""
 
     name: str
     size: int
@@ -132,7 +132,7 @@ class FileEntry:
     chunk_size: int = CHUNK
 
     def __post_init__(self) -> None:
-        # A name that leaves the folder, or an entry for COMMIT or the manifest itself, would escape verification.
+        # A name that leads out of the folder, or an entry for COMMIT or the manifest itself, would escape verification.
         if not _FILE_NAME.fullmatch(self.name) or self.name in (".", "..", COMMIT, MANIFEST):
             raise ValueError(f"file name {self.name!r} is not allowed in a checkpoint")
         if type(self.size) is not int or type(self.chunk_size) is not int or self.size < 0 or self.chunk_size < 1:
@@ -150,7 +150,7 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The contents of one checkpoint; `extra` is the caller's own state in JSON (data position, sizes, names)."""
+    """The contents of one checkpoint. `extra` is the caller's own state as JSON (data position, sizes, names)."""
 
     name: str
     step: int
@@ -175,16 +175,16 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """Digest of the manifest's content, stored in the file itself to expose a torn or edited manifest."""
+        """Digest of the manifest's contents, stored in the file itself to reveal a torn or edited manifest."""
         return digest(canonical(self._fields()))
 
     def encode(self) -> bytes:
-        """Return canonical JSON including the manifest's own digest."""
+        """Return canonical JSON that includes the manifest's own digest."""
         return canonical({**self._fields(), "digest": self.digest})
 
 
 def parse(data: bytes) -> Manifest:
-    """Parse a manifest; raises ManifestError for anything that `Manifest.encode` would not have written."""
+    """Parse a manifest. Raises ManifestError for anything that `Manifest.encode` would not have written."""
     try:
         fields = json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -1,7 +1,7 @@
-"""Read plan of a rank: boxes of saved pieces and the file bytes that hold them. Pure functions, without torch.
+"""A rank's read plan: boxes in saved pieces, and the file bytes that hold them. Pure functions, without torch.
 
-A box of a row-major array is a few strips: rows of equal length at a constant stride. Its bytes in file order are also
-its bytes in the order of a packed box, so the bytes between two file offsets always form one interval of the packed
+A box in a row-major array is a few strips, which are rows of equal length at a constant stride. Its bytes have the same
+order in the file as in the packed box, so the bytes between two file offsets always form one interval of the packed
 box.
 """
 
@@ -35,17 +35,17 @@ class Box(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """A box of one piece: `source` is its start in the piece, `goal` its start in the local tensor."""
+    """A box in one piece. `source` is its start in the piece, `goal` its start in the local tensor."""
 
     key: str
-    piece: int  # its number in the index
+    piece: int  # the piece's number in the index
     source: Numbers
     goal: Numbers
     sizes: Numbers
 
 
 class Strip(NamedTuple):
-    """`repeats` rows of `length` bytes, `stride` bytes apart; `offset` is the start of the first row."""
+    """`repeats` rows of `length` bytes, whose starts are `stride` bytes apart. The first row starts at `offset`."""
 
     offset: int
     repeats: int
@@ -85,7 +85,7 @@ def intersect(piece: Piece, number: int, local: Box) -> Slice | None:
 
 
 def strips(whole: Sequence[int], need: Slice, itemsize: int, base: int) -> list[Strip]:
-    """Return a slice's strips in its file; `whole` is the piece's shape, `base` the file offset of its values."""
+    """Return a slice's strips in its file. `whole` is the piece's shape, `base` the file offset of its values."""
     steps = [step * itemsize for step in strides(tuple(whole))]
     start = base + sum(at * step for at, step in zip(need.source, steps, strict=True))
     dimension, length, inner_whole = len(whole), itemsize, True
@@ -107,7 +107,7 @@ def before(rows: Iterable[Strip], place: int) -> int:
 
 
 def overlaps(boxes: Iterable[Box]) -> Iterator[tuple[Box, Box]]:
-    """Yield pairs of boxes that share a value; only boxes that overlap in the first dimension are compared."""
+    """Yield pairs of boxes that share a value. Only boxes that overlap in the first dimension are compared."""
     full = sorted((box for box in boxes if box.volume), key=lambda box: box.offsets)
     if full and not full[0].sizes:
         yield from itertools.pairwise(full)
@@ -138,14 +138,14 @@ class Shard:
     size: int
     chunk_size: int
     digests: tuple[str, ...] | None
-    first: int  # number of its first chunk among the chunks of all files
+    first: int  # number of its first chunk, counting the chunks of all files
 
     @property
     def count(self) -> int:
         return -(-self.size // self.chunk_size)
 
     def span(self, chunk: int) -> tuple[int, int]:
-        """Return the first byte and the end of a chunk, by its number among all chunks."""
+        """Return where a chunk starts and ends in its file, given its number among all chunks."""
         start = (chunk - self.first) * self.chunk_size
         return start, min(start + self.chunk_size, self.size)
 

@@ -1,7 +1,7 @@
 """The safetensors format: 8 bytes of length, a JSON header, then the values of all tensors without gaps.
 
-Implemented here instead of with the library because whole models pass through a few rows at a time and the library's
-PyTorch side needs NumPy. Format: https://github.com/huggingface/safetensors, section "Format".
+The library is not used, because whole models pass through a few rows at a time and its PyTorch side needs NumPy.
+Format: https://github.com/huggingface/safetensors, section "Format".
 """
 
 import json
@@ -19,20 +19,20 @@ DTYPES = {
     "U64": ("uint64", 8), "U32": ("uint32", 4), "U16": ("uint16", 2), "U8": ("uint8", 1), "BOOL": ("bool", 1),
     "F8_E4M3": ("float8_e4m3fn", 1), "F8_E5M2": ("float8_e5m2", 1), "C64": ("complex64", 8),
 }  # fmt: skip
-"""Maps the format's name of a dtype to torch's name and the size in bytes."""
+"""Maps the format's name for a dtype to torch's name and the size in bytes."""
 
 _WORDS = {name: (word, size) for word, (name, size) in DTYPES.items()}
-_LONGEST_HEADER = 100_000_000  # the library refuses more
+_LONGEST_HEADER = 100_000_000  # the library rejects longer ones
 _METADATA = "__metadata__"
 
 
 class Malformed(ValueError):
-    """A file that is not in the format; the message states the defect."""
+    """A file that is not in the format. The message says what is wrong."""
 
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """A tensor and the location of its values, in bytes of the file."""
+    """A tensor and the location of its values in the file, in bytes."""
 
     info: TensorInfo
     start: int
@@ -46,11 +46,11 @@ class Header:
     encoded: bytes
     tensors: dict[str, TensorLocation]
     size: int
-    """Bytes of the whole file."""
+    """Size of the whole file in bytes."""
 
 
 def lay_out(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> Header:
-    """Return a header for these tensors, in this order; raises ValueError for a dtype the format lacks."""
+    """Return a header for these tensors, in this order. Raises ValueError for a dtype that the format lacks."""
     described: dict[str, Any] = {_METADATA: dict(metadata)}
     spans, end = {}, 0
     for name, info in tensors.items():
@@ -68,7 +68,7 @@ def lay_out(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> H
 
 
 def read_header(stream: BinaryIO, size: int) -> Header:
-    """Return the header of a file of `size` bytes; raises Malformed unless it describes exactly these bytes."""
+    """Return the header of a file of `size` bytes. Raises Malformed unless it describes exactly these bytes."""
     encoded, described = _read_entries(stream, size)
     try:
         places = {name: _place(entry, len(encoded)) for name, entry in described.items()}
@@ -81,7 +81,7 @@ def read_header(stream: BinaryIO, size: int) -> Header:
 
 
 def check_length(stream: BinaryIO, size: int) -> None:
-    """Raise Malformed if the values do not end at the end of the file of `size` bytes; accepts any dtype."""
+    """Raise Malformed unless the values end exactly at the end of the file of `size` bytes. Accepts any dtype."""
     encoded, described = _read_entries(stream, size)
     try:
         end = max((int(entry["data_offsets"][1]) for entry in described.values()), default=0)
@@ -91,11 +91,11 @@ def check_length(stream: BinaryIO, size: int) -> None:
         raise Malformed(_ENDS.format(len(encoded) + end, size))
 
 
-_ENDS = "its values end at byte {}, but the file ends at {} (truncated, or data is appended)"
+_ENDS = "its values end at byte {}, but the file ends at {} (truncated, or data was appended)"
 
 
 def _read_entries(stream: BinaryIO, size: int) -> tuple[bytes, dict[str, Any]]:
-    """Return the file's bytes up to its values, and the entries of its header."""
+    """Return the file's bytes up to its values, and the entries in its header."""
     begin = stream.read(8)
     if len(begin) < 8:
         raise Malformed("it is shorter than 8 bytes")
@@ -132,7 +132,7 @@ def _place(entry: dict[str, Any], base: int) -> TensorLocation:
 
 
 def _check_whole(places: Mapping[str, TensorLocation], start: int, size: int) -> None:
-    """Check that values are contiguous, without gap or overlap, up to the end of the file."""
+    """Check that the values run without gap or overlap up to the end of the file."""
     at = start
     for name, place in sorted(places.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         if place.start != at:

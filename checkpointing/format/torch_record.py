@@ -1,6 +1,6 @@
-"""Parser, without torch, of the zip archive in which torch.save stores one tensor.
+"""Parser for the zip archive in which torch.save stores one tensor. It does not use torch.
 
-It executes nothing: the tensor's description is unpickled with substitutes for the few names that it uses.
+It also executes nothing: the tensor's description is unpickled with substitutes for the few names that it uses.
 """
 
 import collections
@@ -31,12 +31,12 @@ _MALFORMED = (
 """Exceptions raised when reading an invalid archive."""
 
 ReadAt = Callable[[int, int], bytes]
-"""Function that returns the bytes of a file for an offset and a length; fewer at the end of the file."""
+"""Function that, given an offset and a length, returns those bytes of a file; fewer at the end of the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class TorchRecord:
-    """A tensor saved by torch.save; `data` is the offset of its `nbytes` of row-major values in the record."""
+    """A tensor saved by torch.save. `data` is the offset in the record of its `nbytes` of row-major values."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -45,14 +45,14 @@ class TorchRecord:
 
 
 def read_record(read: ReadAt, start: int, length: int) -> TorchRecord:
-    """Parse the record in these bytes of a file; raises ValueError unless it holds one whole plain tensor."""
+    """Parse the record in these bytes of a file. Raises ValueError unless it holds one whole plain tensor."""
     try:
         with zipfile.ZipFile(FileSection(read, start, length)) as archive:
             members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
             described, values = members["data.pkl"], members["data/0"]
             if described.compress_type or values.compress_type or described.file_size > _LONGEST:
                 raise ValueError("unsupported archive: data.pkl is compressed")
-        # Not read through the archive, which would compare checksums: torch can be configured to omit them.
+        # Not read through the archive, which would compare checksums; torch can be configured to omit them.
         place = start + member_offset(read, start, length, described)
         dtype, shape = _describe(read(place, described.file_size))
         return TorchRecord(dtype, shape, member_offset(read, start, length, values), values.file_size)
@@ -71,7 +71,7 @@ def make_reader(stream: BinaryIO) -> ReadAt:
 
 
 def member_offset(read: ReadAt, start: int, length: int, member: zipfile.ZipInfo) -> int:
-    """Return the offset of a member's bytes from the start of the record, after its own local header."""
+    """Return the offset of a member's bytes, which follow its local header, from the start of the record."""
     mark, name, extra = _LOCAL_HEADER.unpack(read(start + member.header_offset, _LOCAL_HEADER.size))
     place = member.header_offset + _LOCAL_HEADER.size + int(name) + int(extra)
     if mark != _MARK or place + member.file_size > length:
@@ -97,7 +97,7 @@ class FileSection(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
         if place < 0:
-            raise OSError(errno.EINVAL, "negative seek position")  # raised by real files, expected by zipfile
+            raise OSError(errno.EINVAL, "negative seek position")  # real files raise this, and zipfile expects it
         self._at = place
         return place
 
@@ -140,7 +140,7 @@ class _TensorUnpickler(pickle.Unpickler):
         if (module, name) == ("torch.storage", "UntypedStorage"):
             return ""
         if module == "torch" and name.isidentifier():
-            return _STORAGES.get(name, name)  # a type of storage, or a dtype by its own name
+            return _STORAGES.get(name, name)  # a storage type, or a dtype under its own name
         raise pickle.UnpicklingError(f"it requests {module}.{name}")
 
 
@@ -150,4 +150,4 @@ def _rebuilt(
     named, numel = storage
     if named:
         return named, numel, offset, tuple(shape), tuple(stride)
-    return dtype, math.prod(shape), offset, tuple(shape), tuple(stride)  # an untyped storage counts bytes
+    return dtype, math.prod(shape), offset, tuple(shape), tuple(stride)  # an untyped storage counts in bytes

@@ -1,1 +1,1 @@
-"""Deletion of checkpoints: policy, pins, garbage. No torch."""
+"""Deletion of checkpoints: policy, pins, garbage. Does not import torch."""

@@ -1,7 +1,7 @@
 """Pins, and the deletion of checkpoints and debris in two phases.
 
-Each holder has a separate file, so concurrent pins never overwrite or remove each other. `NAME` is a user's pin;
-`NAME@HOLDER` is the pin of a restore test or of a process that reads the checkpoint.
+Each holder has its own file, so concurrent pins never overwrite or remove each other. `NAME` is a user's pin;
+`NAME@HOLDER` is a pin held by a restore test or by a process that is reading the checkpoint.
 """
 
 import contextlib
@@ -22,15 +22,15 @@ SCHEMA = "orch.pin/1"
 
 @dataclass(frozen=True, kw_only=True)
 class Pin:
-    """Reason for keeping a checkpoint, and the time of the pin (seconds since the epoch)."""
+    """The reason for keeping a checkpoint, and when it was pinned (in seconds since the epoch)."""
 
     note: str
     pinned_at: float
-    process: str = ""  # the pin holds for as long as this process lives; empty: until it is removed
+    process: str = ""  # the pin holds for as long as this process lives; if empty, until it is removed
 
 
 def read_pins(storage: Storage) -> dict[str, Pin]:
-    """Return one pin per checkpoint, preferably a user's; damaged pins count. Raises OSError if listing fails."""
+    """Return one pin per checkpoint, preferably a user's. Damaged pins count too. Raises OSError if listing fails."""
     found: dict[str, Pin] = {}
     for (name, _), held in read_all_pins(storage).items():
         found.setdefault(name, held)
@@ -43,12 +43,12 @@ def read_all_pins(storage: Storage) -> dict[tuple[str, str], Pin]:
 
 
 def pinned_names(storage: Storage) -> frozenset[str]:
-    """Return the pinned names; raises OSError if they cannot be listed, in which case nothing may be deleted."""
+    """Return the pinned names. Raises OSError if they cannot be listed, and then nothing may be deleted."""
     return frozenset(name for name, _ in _list_pins(storage))
 
 
 def pin(storage: Storage, name: str, note: str, now: float, *, holder: str = "", process: str = "") -> None:
-    """Keep a checkpoint until `unpin`, or until `remove_pin` if it has a holder; pinning again replaces the note.
+    """Keep a checkpoint until `unpin` or, if the pin has a holder, `remove_pin`. Pinning again replaces the note.
 
     Raises OSError, or ValueError if `name` is not a checkpoint's name. Retention may already be deleting the
     checkpoint, so check afterwards that it is still committed.
@@ -60,12 +60,12 @@ def pin(storage: Storage, name: str, note: str, now: float, *, holder: str = "",
 
 
 def remove_pin(storage: Storage, name: str, holder: str) -> None:
-    """Remove the pin of one holder, if it exists."""
+    """Remove one holder's pin, if it exists."""
     storage.delete(_pin_file(name, holder))
 
 
 def unpin(storage: Storage, name: str) -> bool:
-    """Remove all pins of a checkpoint; return False if it was not pinned."""
+    """Remove all pins from a checkpoint; return False if it was not pinned."""
     held = [key for key in _list_pins(storage) if key[0] == name]
     for key in held:
         remove_pin(storage, *key)
@@ -93,7 +93,7 @@ def _read(storage: Storage, path: str) -> Pin:
 _NOTE = b"The deletion of this checkpoint has begun; it is no longer a checkpoint.\n"
 
 AttemptId = tuple[int, str]
-"""Attempt and nonce of a folder's owner, from the folder's name."""
+"""The attempt and nonce of a folder's owner, as given by the folder's name."""
 
 
 class DebrisState(Enum):
@@ -105,7 +105,7 @@ class DebrisState(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class DebrisFolder:
-    """A folder with a checkpoint's name that is not a checkpoint; `bytes` is the size of its files."""
+    """A folder that has a checkpoint's name but is not a checkpoint. `bytes` is the total size of its files."""
 
     name: str
     state: DebrisState
@@ -120,7 +120,7 @@ class DebrisFolder:
 
 @dataclass(frozen=True, kw_only=True)
 class GarbageDecision:
-    """Decision to collect a folder or not, with the reason."""
+    """The decision on whether to collect a folder, and the reason."""
 
     folder: DebrisFolder
     collect: bool
@@ -128,7 +128,7 @@ class GarbageDecision:
 
 
 def find_debris(catalog: Catalog) -> list[DebrisFolder]:
-    """Return every uncommitted folder with a checkpoint's name, newest first; raises OSError."""
+    """Return every uncommitted folder with a checkpoint's name, newest first. Raises OSError."""
     return [_folder(catalog, name) for name in catalog.names() if not catalog.is_committed(name)]
 
 
@@ -146,17 +146,18 @@ def decide_debris(
     inherit: Collection[str] = (),
     busy: Collection[str] = (),
 ) -> list[GarbageDecision]:
-    """Decide on every folder by owner and epoch, never by age.
+    """Decide on each folder by its owner, never by its age.
 
-    `owner` is the caller's own attempt, `ended` are attempts that no longer write, `inherit` the names that the launch
-    token hands over, `busy` the names that are being written or read.
+    `owner` is the caller's own attempt, `ended` are the attempts that no longer write, `inherit` are the names that the
+    launch token hands over, and `busy` are the names that are being written or read.
     """
 
     def decide(folder: DebrisFolder) -> tuple[bool, str]:
         attempt, nonce = folder.attempt_id
         if folder.name in busy:
             return False, "is being written"
-        # The process that published the tombstone held the fence, and no reader has loaded the checkpoint since.
+        # The process that published the tombstone held the fence, and no reader can have loaded the checkpoint since
+        # then.
         if folder.state is DebrisState.TOMBSTONED:
             return True, "its deletion began but did not finish"
         if folder.attempt_id == owner:
@@ -177,10 +178,10 @@ def delete_debris(
     fence: Callable[[], bool],
     gone: Callable[[DebrisFolder], object] = lambda folder: None,
 ) -> list[str]:
-    """Delete the folders decided on; return the deleted names, fewer if the fence was lost.
+    """Delete the folders to be collected. Return the deleted names, which are fewer if the fence was lost.
 
-    `gone` is called with each deleted folder. A failed deletion does not stop the others; its OSError is raised at the
-    end.
+    `gone` is called with each deleted folder. If a deletion fails, the others still go ahead, and the OSError is raised
+    at the end.
     """
     names, errors = [], []
     for verdict in verdicts:
@@ -200,13 +201,13 @@ def delete_debris(
 
 
 def attempt_ids(texts: Iterable[str]) -> set[AttemptId]:
-    """Parse texts of the form `<attempt>-<nonce>`; other texts are ignored."""
+    """Parse strings of the form `<attempt>-<nonce>`. Other strings are ignored."""
     parts = [text.partition("-") for text in texts]
     return {(int(attempt), nonce) for attempt, _, nonce in parts if attempt.isdecimal() and nonce}
 
 
 def delete(storage: Storage, name: str, fence: Callable[[], bool]) -> bool:
-    """Delete one checkpoint or its remains; return False once the fence is lost, without deleting anything more.
+    """Delete one checkpoint or its remains. If the fence is lost, delete nothing more and return False.
 
     The tombstone is published before any file is deleted and is itself deleted last. A crash at any point leaves
     either a whole checkpoint, or a folder that readers ignore and every collector recognizes as half-deleted.

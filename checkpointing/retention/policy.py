@@ -1,4 +1,4 @@
-"""Retention: the pure decision on which checkpoints to delete, and the pass over one tier that deletes them."""
+"""Retention: a pure function that decides which checkpoints to delete, and the pass over one tier that deletes them."""
 
 import logging
 import math
@@ -30,17 +30,17 @@ from checkpointing.verification.verify import read_sealed
 _log = logging.getLogger(__name__)
 
 METRICS = "metrics"
-"""Key in a checkpoint's facts for the metrics of its step, by name."""
+"""Key in a checkpoint's facts under which the metrics for its step are stored, by name."""
 
 FLOOR = 2
-"""Minimum number of trusted checkpoints to keep, so that a damaged newest one has a substitute."""
+"""Minimum number of trusted checkpoints to keep, so that there is a fallback if the newest is damaged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
     """Retention rules: the newest `keep` (at least 2), every multiple of `every` steps, the best `best` by `metric`.
 
-    The newest checkpoint that passed a restore test is always kept too.
+    The newest checkpoint that has passed a restore test is also always kept.
     """
 
     keep: int = 3
@@ -51,7 +51,7 @@ class Policy:
 
     @classmethod
     def from_config(cls, keep: int, config: CheckpointConfig) -> "Policy":
-        """Return the policy of a tier that keeps the newest `keep`."""
+        """Return the policy for a tier that keeps the newest `keep`."""
         best = config.best
         number_of_best = best.keep if best.metric else 0
         return cls(keep=keep, every=config.retention.every, best=number_of_best, metric=best.metric, mode=best.mode)
@@ -59,7 +59,7 @@ class Policy:
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionDecision:
-    """Decision to keep one checkpoint or not, with the reason."""
+    """The decision on whether to keep one checkpoint, and the reason."""
 
     entry: Entry
     stays: bool
@@ -77,12 +77,12 @@ def decide_retention(
     newest: str | None = None,
     restore_tested: str | None = None,
 ) -> list[RetentionDecision]:
-    """Decide on every committed checkpoint; `entries` and the result are newest first.
+    """Decide on every committed checkpoint. `entries` and the result are in order from newest to oldest.
 
-    Checkpoints in `refused` (untrusted: SUSPECT, CORRUPT, refused by a restore or a verification) do not count as
-    substitutes and stay as evidence. Checkpoints in `held` are being read. `newest` was just committed; after a
-    rollback it may not have the highest step. `restore_tested` is the newest checkpoint with a passed restore test.
-    `metrics` maps names to values; a checkpoint without a finite value is never among the best.
+    Checkpoints in `refused` (untrusted: SUSPECT, CORRUPT, refused by a restore or a verification) do not count towards
+    those to keep, and stay as evidence. Checkpoints in `held` are being read. `newest` was just committed; after a
+    rollback, it may not have the highest step. `restore_tested` is the newest checkpoint that has passed a restore
+    test. `metrics` maps names to values; a checkpoint without a finite value is never among the best.
     """
     trusted = [entry for entry in entries if entry.name not in refused]
     recent = {entry.name for entry in trusted[: max(policy.keep, FLOOR)]}
@@ -90,7 +90,7 @@ def decide_retention(
 
     def reason_to_stay(entry: Entry) -> str | None:
         if entry.name in refused:
-            return "it is not trusted, and stays as evidence"
+            return "it is not trusted and is kept as evidence"
         if entry.name == newest:
             return "it was just committed"
         if entry.name in pinned:
@@ -120,22 +120,25 @@ def _reason_to_delete(policy: Policy) -> str:
 
 
 def best_names(trusted: Sequence[Entry], policy: Policy, metrics: Mapping[str, float | None]) -> tuple[str, ...]:
-    """Return the best of `trusted` (newest first) by their `metrics`: at most `policy.best` names, best first."""
+    """Return the best of `trusted` (newest first) according to `metrics`: at most `policy.best` names, best first."""
     sign = 1.0 if policy.mode == "min" else -1.0
     found = [(metrics.get(entry.name), entry) for entry in trusted]
     rated = [(value * sign, entry) for value, entry in found if value is not None and math.isfinite(value)]
-    # The input is newest first and the sort is stable, so the newer of two equally good ones stays.
+    # The input is newest first and the sort is stable, so of two equally good checkpoints, the newer one stays.
     return tuple(entry.name for _, entry in sorted(rated, key=lambda pair: pair[0])[: policy.best])
 
 
 def select_expired(entries: Sequence[Entry], policy: Policy, **facts: Any) -> list[tuple[Entry, str]]:
-    """Return the entries that `decide_retention` (same arguments) does not keep, oldest first, with reasons."""
+    """Return the entries that `decide_retention` would not keep, oldest first, with reasons.
+
+    Takes the same arguments.
+    """
     decisions = reversed(decide_retention(entries, policy, **facts))
     return [(judged.entry, judged.reason) for judged in decisions if not judged.stays]
 
 
 def read_metric(manifest: Manifest, metric: str) -> float | None:
-    """Return the workload's metric of this name at the checkpoint's step, else a fact (such as `loss`), else None."""
+    """Return the workload's metric with this name at the checkpoint's step, else a fact such as `loss`, else None."""
     own = manifest.extra.get(METRICS)
     value: Any = own[metric] if isinstance(own, dict) and metric in own else manifest.extra.get(metric)
     try:
@@ -145,7 +148,7 @@ def read_metric(manifest: Manifest, metric: str) -> float | None:
 
 
 class TierRetention:
-    """Deletion of expired checkpoints and debris in one tier; the next pass retries failed deletions.
+    """Deletes expired checkpoints and debris in one tier. The next pass retries failed deletions.
 
     It never raises OSError: old checkpoints that cannot be deleted yet must not fail a run.
     """
@@ -153,14 +156,20 @@ class TierRetention:
     def __init__(
         self, tier: ResolvedTier, policy: Policy, owner: Owner, emit: EmitEvent, pins: Storage | None = None
     ) -> None:
-        """Create a pass for one tier; `pins` is the storage of the run's own folder (default: the tier's own)."""
+        """Create the retention for one tier.
+
+        `pins` is the storage of the run's own folder (default: the tier's storage).
+        """
         self._tier, self._policy, self._owner, self._emit = tier, policy, owner, emit
         self._pins = pins or tier.storage
         self.metrics: dict[str, float | None] = {}
-        """Metric by name, for checkpoints whose files were found complete."""
+        """Metric values by checkpoint name, for checkpoints whose files were found complete."""
 
     def apply(self, newest: str, refused: Collection[str] = (), held: Collection[str] = ()) -> None:
-        """Run one pass after `newest` was committed. `refused` names are not trusted; `held` names are being read."""
+        """Run one pass after `newest` has been committed.
+
+        Names in `refused` are not trusted; those in `held` are being read.
+        """
         parts: list[Callable[[], bool]] = [
             lambda: self._delete_expired(newest, refused, held),
             lambda: self._delete_orphaned(held),
@@ -174,9 +183,9 @@ class TierRetention:
                 _log.warning("%s: old checkpoints could not be deleted yet: %s", self._tier.path, error)
 
     def collect_debris(self, there: Collection[str]) -> None:
-        """Collect unfinished checkpoints among the folders `there`. Called at startup.
+        """Collect the unfinished checkpoints among the folders in `there`. Called at startup.
 
-        A disk full of debris accepts no save, and retention runs only after a save.
+        This is needed because a disk full of debris has no room for a save, and retention runs only after a save.
         """
         try:
             self._collect((), there)
@@ -189,7 +198,7 @@ class TierRetention:
         pinned = pinned_names(self._pins)
         if len(entries) <= max(self._policy.keep, FLOOR):
             return True
-        # Read after the pins, so that a checkpoint that is pinned during its test always shows a pin or a verdict.
+        # Read after the pins, so that a checkpoint that is pinned during its test always has a visible pin or verdict.
         verdicts = read_verdicts(self._pins)
         refused = {*refused, *bad_copies(verdicts, self._tier.path, self._tier.storage)}
         refused |= self._unsound(entries, refused)
@@ -199,7 +208,10 @@ class TierRetention:
         return self._delete([entry for entry, _ in gone])
 
     def _delete_orphaned(self, held: Collection[str]) -> bool:
-        """Delete uninherited checkpoints of ended attempts from a node-local disk, once this attempt has its own."""
+        """Delete ended attempts' checkpoints from a node-local disk, once this attempt has FLOOR of its own.
+
+        Inherited ones and the newest restore-tested one stay.
+        """
         tier, owner, ended_attempts = self._tier, self._owner, attempt_ids(self._owner.ended_attempts)
         if tier.shared or not ended_attempts:
             return True
@@ -219,11 +231,14 @@ class TierRetention:
         return newest_restore_tested(verdicts, self._tier.path, self._tier.storage, names)
 
     def _delete(self, entries: Sequence[Entry]) -> bool:
-        """Delete entries; return False if the fence was lost. A failure is raised after trying the other entries."""
+        """Delete entries; return False if the fence was lost.
+
+        A failure is raised after the other entries have been tried.
+        """
         errors = []
         for entry in entries:
             try:
-                # Read again: a user may pin it while older ones are being deleted.
+                # Read again, because a user may pin it while older ones are being deleted.
                 if entry.name in pinned_names(self._pins):
                     continue
                 if not delete(self._tier.storage, entry.name, self._owner.fence):
@@ -242,13 +257,16 @@ class TierRetention:
         self._emit("checkpoint.deleted", {"step": step, "name": name, "tier": self._tier.path})
 
     def _unsound(self, entries: Sequence[Entry], refused: Collection[str]) -> set[str]:
-        """Return the entries whose files no longer match the commit by name or size; they are not substitutes."""
+        """Return the entries whose files do not match the commit by name or size.
+
+        They do not count towards those to keep.
+        """
         unsound = set()
         for entry in entries:
             if entry.name in refused or entry.name in self.metrics:
                 continue
             manifest, faults = read_sealed(self._tier.storage, entry.name)
-            # On a node's own disk, the files of other nodes are expected to be missing.
+            # On a node's own disk, other nodes' files are expected to be missing.
             if manifest is None or (faults and self._tier.shared):
                 unsound.add(entry.name)
                 continue
@@ -256,7 +274,10 @@ class TierRetention:
         return unsound
 
     def _collect(self, held: Collection[str], there: Collection[str] | None = None) -> bool:
-        """Collect debris, only in the folders `there` if given; report other processes' deletions that it completes."""
+        """Collect debris, only in the folders in `there` if given.
+
+        Report the deletions that other processes left unfinished.
+        """
         owner = self._owner
         ended = {(parts.attempt, parts.nonce) for name in owner.inherit if (parts := parse_name(name)) is not None}
         ended |= attempt_ids(owner.ended_attempts)

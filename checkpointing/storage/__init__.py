@@ -1,1 +1,1 @@
-"""Storage layer: backends, durable files, direct I/O, shared memory, digests of written data."""
+"""Storage layer: backends, durable files, direct I/O, shared memory, and digests of written data."""

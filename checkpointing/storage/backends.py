@@ -1,4 +1,4 @@
-"""Storage backends: one interface of five methods, on a local or mounted file system and on every fsspec store."""
+"""Storage backends: one five-method interface to local or mounted file systems and to every fsspec store."""
 
 import contextlib
 import io
@@ -20,26 +20,29 @@ _SECRET_ANYWHERE = re.compile(r"(\w+)://[^\s@]*:[^\s@]*@")
 
 
 class Storage(Protocol):
-    """Files below one root, named by relative paths such as `step-00000500.001-ab12cd34/COMMIT`."""
+    """Files under one root, named by relative paths such as `step-00000500.001-ab12cd34/COMMIT`."""
 
     def create(self, path: str) -> Sink:
-        """Start a new file (FileExistsError if it exists); after `close`, file and name survive a power loss."""
+        """Start a new file (FileExistsError if it exists).
+
+        After `close`, the file and its name survive a power loss.
+        """
 
     def publish(self, path: str, data: bytes) -> None:
         """Write a small file atomically and durably."""
 
     def open(self, path: str) -> BinaryIO:
-        """Open a file for reading, seekable; raises OSError."""
+        """Open a file for reading; the stream is seekable. Raises OSError."""
 
     def list(self, path: str) -> dict[str, int | None]:
         """Map the names directly in a folder to their sizes (None for folders); empty if the folder does not exist."""
 
     def delete(self, path: str) -> None:
-        """Remove one file or one empty folder durably; do nothing if it does not exist."""
+        """Durably remove one file or one empty folder; do nothing if it does not exist."""
 
 
 class _DurableFile:
-    """A new local file: small writes are buffered; `close` fsyncs the file and its folder."""
+    """A new local file. Small writes are buffered, and `close` fsyncs the file and its folder."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -90,7 +93,7 @@ class _DurableFile:
 
 
 class LocalStorage:
-    """A folder of a mounted file system; durability comes from fsync of files and folders."""
+    """A folder on a mounted file system. Files and folders are made durable with fsync."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -117,7 +120,7 @@ class LocalStorage:
         except (FileNotFoundError, NotADirectoryError):
             return
         for name in sorted(names):
-            # An entry may disappear meanwhile, for example through another rank's retention.
+            # An entry may disappear in the meantime, for example through another rank's retention.
             with contextlib.suppress(FileNotFoundError):
                 status = os.stat(folder / name)
                 yield name, None if stat.S_ISDIR(status.st_mode) else status.st_size
@@ -155,14 +158,14 @@ class _RemoteFile:
 
         with as_oserror(self._url):
             if isinstance(self._stream, AbstractBufferedFile):
-                self._stream.closed = True  # else garbage collection would close the torn object, which uploads it
+                self._stream.closed = True  # otherwise, garbage collection would close the torn object and so upload it
                 self._stream.discard()
             else:
                 self._stream.close()  # a torn object without COMMIT is harmless
 
 
 class _RemoteReader(io.RawIOBase):
-    """An object opened for reading; every error is raised as OSError."""
+    """An object opened for reading. Every error is raised as OSError."""
 
     def __init__(self, stream: BinaryIO, url: str) -> None:
         self._stream, self._url = stream, url
@@ -195,7 +198,7 @@ class _RemoteReader(io.RawIOBase):
 
 
 class FsspecStorage:
-    """Storage on any fsspec file system; a closed object is as durable as the store guarantees, and nothing is renamed.
+    """Storage on any fsspec file system. A closed object is as durable as the store guarantees, and nothing is renamed.
 
     Writes by other clients are visible immediately if the file system is created with `use_listings_cache=False`, as in
     `open_storage`.
@@ -204,7 +207,7 @@ class FsspecStorage:
     def __init__(self, filesystem: Any, root: str) -> None:
         self._fs, self._root = filesystem, root.rstrip("/")
         spoken = filesystem.protocol
-        # An object store has no folders: creating one costs requests and may need rights on the bucket.
+        # An object store has no folders; trying to create one costs requests and may need rights on the bucket.
         self._folders = _OBJECT_STORES.isdisjoint((spoken,) if isinstance(spoken, str) else spoken)
 
     def _full_path(self, path: str) -> str:
@@ -273,12 +276,12 @@ def make_durable(storage: Storage, path: str) -> None:
 
 
 def without_secrets(text: str) -> str:
-    """Mask the credentials in the URLs of a text, erring on the side of masking too much."""
+    """Mask the credentials in a text's URLs, erring on the side of masking too much."""
     return _SECRET_ANYWHERE.sub(r"\1://***@", text)
 
 
 def open_storage(place: str | Path) -> Storage:
-    """Return the storage for a path or URL: local for paths and `file://`, else through fsspec (`s3://`, `memory://`).
+    """Return the storage for a path or URL: local for paths and `file://`, otherwise fsspec (`s3://`, `memory://`).
 
     Credentials come only from the environment. Raises ValueError for a URL with credentials, ImportError if the
     library for its scheme is not installed (`pip install "orch[s3]"`).
@@ -290,7 +293,7 @@ def open_storage(place: str | Path) -> Storage:
         return LocalStorage(Path(text.removeprefix("file://")))
     if _SECRET.match(text):
         raise ValueError(f"{without_secrets(text)}: put credentials in the environment, not in a URL")
-    import fsspec  # imported only for remote places; most readers never need it
+    import fsspec  # imported only for remote storage; most readers never need it
 
     filesystem, root = fsspec.core.url_to_fs(text, use_listings_cache=False)
     return FsspecStorage(filesystem, root)

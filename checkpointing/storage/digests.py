@@ -1,4 +1,4 @@
-"""Digests of written bytes by chunk: xxh3-128, 8 MiB chunks."""
+"""Digests of written bytes: xxh3-128, one for each 8 MiB chunk."""
 
 from types import TracebackType
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ Bytes = bytes | bytearray | memoryview
 
 
 class Sink(Protocol):
-    """A file being written: `close` makes it durable, `abort` abandons it without waiting for the disk."""
+    """A file being written. `close` makes it durable; `abort` abandons it without waiting for the disk."""
 
     def write(self, data: Bytes) -> int: ...
 
@@ -33,7 +33,7 @@ def filled_digest(data: Bytes, size: int = CHUNK) -> str:
 
 
 class DigestSink:
-    """Sink wrapper that digests all bytes passed on to the inner sink."""
+    """Wrapper around a sink that digests all bytes as it passes them on."""
 
     def __init__(self, sink: Sink, chunk_size: int = CHUNK) -> None:
         self._sink, self._chunk_size = sink, chunk_size
@@ -65,7 +65,7 @@ class DigestSink:
 
     @property
     def chunks(self) -> tuple[str, ...]:
-        """Digests of all chunks so far, including the unfinished last one."""
+        """The digests of all chunks so far, including the unfinished last one."""
         last = (self._hash.hexdigest(),) if self._filled else ()
         return (*self._chunks, *last)
 

@@ -13,7 +13,7 @@ from checkpointing.storage import shared_memory
 BLOCK = 16 << 20
 
 _THREADS = 4
-_SMALL = 64 << 20  # up to this size a second thread costs more than it saves
+_SMALL = 64 << 20  # up to this size, a second thread costs more than it saves
 
 Cancelled = Callable[[], bool]
 
@@ -22,12 +22,12 @@ def write_direct(
     path: Path, data: memoryview, *, block: int = BLOCK, cancelled: Cancelled = lambda: False, threads: int = 0,
     at: int | None = None,
 ) -> bool:  # fmt: skip
-    """Write a new file and make its bytes durable; the name becomes durable with an fsync of the folder.
+    """Write a new file and make its bytes durable. Its name becomes durable only with an fsync of the folder.
 
     With `at`, a multiple of 4096, the data fills a region of a file that others also write. Returns True if no byte
-    passed through the page cache; this requires `data` to start at a page boundary with a length that is a multiple of
+    passed through the page cache; for that, `data` must start at a page boundary and its length must be a multiple of
     4096. Raises OSError: FileExistsError for an existing name, ENOSPC before any write if the file system supports
-    allocation, ECANCELED if `cancelled` becomes true between two blocks. Data written so far is left in place.
+    allocation, ECANCELED if `cancelled` becomes true between two blocks. The data written so far is left in place.
     """
     alone = os.O_EXCL if at is None else 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | alone | os.O_CLOEXEC, 0o600)
@@ -44,7 +44,7 @@ def write_direct(
 
 
 class _DirectFile:
-    """An open file; one or more threads write the blocks of one buffer into it, from offset `begin` on."""
+    """An open file into which one or more threads write the blocks of one buffer, starting at offset `begin`."""
 
     def __init__(self, descriptor: int, data: memoryview, begin: int, block: int, cancelled: Cancelled) -> None:
         self._descriptor, self._data, self._begin = descriptor, data, begin
@@ -52,7 +52,7 @@ class _DirectFile:
         self._starts = itertools.count(0, block)
         self._error: OSError | None = None
         self._written: list[int] = []
-        # Set after opening: an open that fails because of the flag may leave the file behind.
+        # Set after opening, because an open that fails due to the flag may leave the file behind.
         self.direct = self._switch(direct=True)
 
     def _switch(self, *, direct: bool) -> bool:
@@ -66,7 +66,7 @@ class _DirectFile:
         return direct
 
     def write_all(self, threads: int) -> None:
-        """Write everything; once all threads have stopped, raise the first OSError of any of them."""
+        """Write everything. Once all threads have stopped, raise the first OSError that any of them met."""
         others = [threading.Thread(target=self._write_blocks, name=f"lane-{number}") for number in range(1, threads)]
         for other in others:
             other.start()
@@ -75,13 +75,13 @@ class _DirectFile:
             other.join()
         if self._error is not None:
             raise self._error
-        # A thread that died of another error, such as low memory, leaves zeros in place of its block.
+        # A thread that died from another error, such as low memory, leaves zeros in place of its block.
         if sum(self._written) != len(self._data):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     def _write_blocks(self) -> None:
         try:
-            # `next` of a count is atomic: every block is taken once, in order.
+            # `next` on a count is atomic, so every block is taken exactly once, in order.
             while self._error is None and (start := next(self._starts)) < len(self._data):
                 if self._cancelled():
                     raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
@@ -97,7 +97,8 @@ class _DirectFile:
             except OSError as error:
                 if error.errno != errno.EINVAL or not direct:
                     raise
-                # This file system needs another alignment, or rejects direct I/O; the page cache accepts any.
+                # This file system needs a different alignment or rejects direct I/O. The page cache accepts any
+                # alignment.
                 self.direct = self._switch(direct=False)
                 continue
             if count == 0:

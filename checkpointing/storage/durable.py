@@ -3,7 +3,7 @@
 The process that builds a folder holds a lock on it, which the kernel releases when the process ends for any reason.
 Locks may be local to one machine, so the folder's name contains the host name and only that host removes it.
 
-A copy-on-write file system (btrfs, ZFS) may refuse a write into reserved space; the error is raised.
+A copy-on-write file system (btrfs, ZFS) may refuse a write even into reserved space. That error is raised.
 """
 
 import errno
@@ -29,7 +29,7 @@ from checkpointing.storage.trusted_path import is_trusted, user_name
 
 @contextmanager
 def temporary_folder(parent: Path, stem: str, *, mode: int = 0o777) -> Iterator[Path]:
-    """Create a new folder in `parent`; anything left under its name is removed at exit."""
+    """Create a new folder in `parent`. Anything still under its name on exit is removed."""
     beginning = f".{stem}.{re.sub(r'[^A-Za-z0-9-]', '-', socket.gethostname())}."
     _sweep(parent, beginning)
     folder, descriptor = _create(parent, beginning, mode)
@@ -77,7 +77,7 @@ def _try_lock(descriptor: int, *, without_locks: bool) -> bool:
     except BlockingIOError:
         return False
     except OSError:
-        return without_locks  # a file system without locks: drafts are created, but never swept
+        return without_locks  # on a file system without locks, drafts are created but never swept
     return True
 
 
@@ -85,7 +85,7 @@ _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def fsync_dir(folder: Path) -> None:
-    """Make the names inside `folder` durable."""
+    """Make the names in `folder` durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -96,7 +96,7 @@ def fsync_dir(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and its missing parents durably; others may create it at the same time."""
+    """Durably create a folder and its missing parents. Others may be creating it at the same time."""
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:
@@ -127,7 +127,7 @@ def write_durably(path: Path, data: bytes, *, mode: int = 0o600) -> None:
 
 
 def write_atomically(path: Path, data: bytes, *, mode: int = 0o600) -> None:
-    """Replace `path` atomically for readers, but without fsync; for files that are soon rewritten."""
+    """Replace `path` atomically for readers, but without fsync. Meant for files that are soon rewritten."""
     _replace(path, data, mode, durably=False)
 
 
@@ -147,7 +147,7 @@ def _replace(path: Path, data: bytes, mode: int, *, durably: bool) -> None:
 
 
 def naming(error: OSError, path: Path | str) -> OSError:
-    """Return the error of a write or fsync, which names no file, with the file's name added."""
+    """Add the file's name to an error from a write or fsync, which does not name the file. Return the error."""
     error.filename = error.filename or str(path)
     return error
 
@@ -163,12 +163,12 @@ def _finite(value: Any) -> Any:
 
 
 def dump_line(value: Any) -> str:
-    """Return one line of JSON: floats by `repr`, non-finite ones as the strings nan, inf, -inf."""
+    """Return one line of JSON. Floats are written as by `repr`, non-finite ones as the strings nan, inf and -inf."""
     return _dumps(value, sort_keys=False)
 
 
 def canonical(value: Any) -> bytes:
-    """Return the canonical bytes for digests: sorted keys, no spaces, UTF-8."""
+    """Return the canonical bytes used for digests: JSON with sorted keys and no spaces, in UTF-8."""
     return _dumps(value, sort_keys=True).encode()
 
 
@@ -176,7 +176,7 @@ def _dumps(value: Any, *, sort_keys: bool) -> str:
     dumps = partial(json.dumps, allow_nan=False, sort_keys=sort_keys, separators=(",", ":"), ensure_ascii=False)
     try:
         return dumps(value)
-    except ValueError:  # a non-finite number; rare, and replacing them costs more than everything else
+    except ValueError:  # a non-finite number: rare, and replacing it costs more than everything else
         return dumps(_finite(value))
 
 
@@ -201,11 +201,11 @@ def whole(value: object) -> int | None:
 
 
 class NotAFile(OSError):
-    """Path that is not a regular file of bounded size; reading it might never end."""
+    """A path that is not a regular file of bounded size, so that reading it might never end."""
 
 
 class _Rules(threading.local):
-    """Rules for the calling thread."""
+    """Rules that apply to the calling thread."""
 
     own_only = False
 
@@ -215,7 +215,7 @@ _rules = _Rules()
 
 @contextmanager
 def only_own_files() -> Iterator[None]:
-    """Make `open_regular` in this thread refuse files of other users (except root) within the context."""
+    """Within the context, make `open_regular` refuse other users' files (except root's) in this thread."""
     before, _rules.own_only = _rules.own_only, True
     try:
         yield
@@ -224,7 +224,7 @@ def only_own_files() -> Iterator[None]:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading; raises NotAFile immediately for a FIFO, a device, a socket or a folder."""
+    """Open a file for reading. Raises NotAFile immediately for a FIFO, a device, a socket or a folder."""
     # Without O_NONBLOCK, opening a FIFO waits for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     status = os.fstat(descriptor)
@@ -243,7 +243,7 @@ _KINDS = {
     stat.S_IFSOCK: "a socket",
 }  # fmt: skip
 MOST_JSON = 1 << 30
-"""Maximum size in bytes of a JSON file; a larger one was not written by this program."""
+"""Maximum size in bytes of a JSON file. A larger one was not written by this program."""
 
 
 class NestedTooDeeply(ValueError):
@@ -251,9 +251,9 @@ class NestedTooDeeply(ValueError):
 
 
 def read_json(path: Path, most: int = MOST_JSON) -> Any:
-    """Parse one JSON file of at most `most` bytes; raises OSError or ValueError, with the path in the message."""
+    """Parse one JSON file of at most `most` bytes. Raises OSError or ValueError, with the path in the message."""
     with open_regular(path) as stream:
-        # A read allocates its buffer first, so it is limited to the file's size.
+        # A read allocates its buffer first, so it is limited to the size of the file.
         data = stream.read(min(most, os.fstat(stream.fileno()).st_size) + 1)
     if len(data) > most:
         raise NotAFile(errno.EINVAL, f"is larger than {most} bytes", str(path))
@@ -269,12 +269,12 @@ RESERVED_BYTES = 32 << 10
 
 
 def reserve(path: Path, size: int = RESERVED_BYTES) -> None:
-    """Reserve space for `write_reserved(path, ...)`; raises OSError if the disk is full."""
+    """Reserve space for `write_reserved(path, ...)`. Raises OSError if the disk is full."""
     write_durably(_reserve_path(path), os.urandom(size))  # random, so that a compressing file system cannot shrink it
 
 
 def write_reserved(path: Path, data: bytes) -> None:
-    """Replace `path` durably; on a full disk, use the space reserved for it. Raises OSError."""
+    """Durably replace `path`. On a full disk, use the space reserved for it. Raises OSError."""
     room = _reserve_path(path)
     try:
         write_durably(path, data)
@@ -288,14 +288,14 @@ def write_reserved(path: Path, data: bytes) -> None:
 
 
 def replace_or_overwrite(path: Path, data: bytes) -> None:
-    """Replace a JSON file atomically without fsync; on a full disk, overwrite it in place.
+    """Replace a JSON file atomically, without fsync. On a full disk, overwrite it in place.
 
     Raises OSError. After an overwrite, a reader may see a torn file, which it treats as missing.
     """
     try:
         write_atomically(path, data)
     except OSError as error:
-        # Padded with spaces, so that the end of the old content does not follow the new content.
+        # Padded with spaces, so that no old contents remain after the new ones.
         if error.errno not in FULL or not _overwrite(path, data.ljust(file_size(path)), shrink=False):
             raise
 

@@ -1,4 +1,4 @@
-"""Shared memory without an extra descriptor per mapping: direct calls of mmap, fallocate and madvise.
+"""Shared memory without an extra descriptor per mapping, through direct calls to mmap, fallocate and madvise.
 
 Python's own `mmap` keeps a duplicate of the descriptor open for every mapping, and a rank has few to spare.
 """
@@ -17,7 +17,7 @@ _HUGE = 2 << 20
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 PAGE = 4096
-"""Page size in bytes; the alignment of arenas, files in them, and direct reads and writes."""
+"""Page size in bytes: the alignment of arenas, of the files in them, and of direct reads and writes."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -28,14 +28,14 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_
 
 
 class _Span:
-    """Mapped bytes that are unmapped when the last view of them is gone."""
+    """Mapped bytes, which are unmapped when the last view of them is gone."""
 
     def __del__(self) -> None:
         _libc.munmap(ctypes.addressof(self), ctypes.sizeof(self))  # type: ignore[arg-type]
 
 
 def map_shared(descriptor: int, size: int) -> memoryview:
-    """Map the first `size` bytes of a file, writable and shared; the view keeps the mapping alive.
+    """Map the first `size` bytes of a file, writable and shared. The view keeps the mapping alive.
 
     The mapping starts at a multiple of a huge page, without which the kernel cannot use huge pages for it.
     """
@@ -68,10 +68,10 @@ def whole_pages(size: int) -> int:
 
 
 def use_huge_pages(view: memoryview, stopped: Callable[[], bool] = lambda: False) -> bool:
-    """Collapse the pages of a mapped view into huge pages; return False if it cannot, or once `stopped`.
+    """Collapse the pages of a mapped view into huge pages; return False if unsupported or stopped by `stopped`.
 
-    Huge pages speed up copies into them and direct writes from them by a tenth to a third. The call takes seconds per
-    GiB, so run it in a background thread; other mappings of the same memory stay usable meanwhile.
+    Huge pages make copies into them and direct writes from them a tenth to a third faster. The call takes seconds per
+    GiB, so run it in a background thread. Other mappings of the same memory stay usable in the meantime.
     """
     if not len(view):
         return True
@@ -84,16 +84,17 @@ def use_huge_pages(view: memoryview, stopped: Callable[[], bool] = lambda: False
 
 
 def populate(view: memoryview) -> None:
-    """Populate the page table for a mapped view; older kernels do it page by page on first use."""
+    """Populate the page table for a mapped view. Older kernels do this page by page on first use."""
     if len(view):
         address = ctypes.addressof(ctypes.c_ubyte.from_buffer(view))
         _libc.madvise(address, len(view), _POPULATE_WRITE)
 
 
 def allocate(descriptor: int, size: int, start: int = 0) -> bool:
-    """Allocate the space of `size` bytes of a file; return False if unsupported. Raises OSError (ENOSPC).
+    """Allocate space for `size` bytes of a file; return False if unsupported. Raises OSError (ENOSPC).
 
-    Does not use `posix_fallocate`, which the C library emulates with writes on file systems without support.
+    This does not use `posix_fallocate`, which the C library emulates with writes on file systems that do not support
+    it.
     """
     if size and _libc.fallocate(descriptor, 0, start, size) != 0:
         if ctypes.get_errno() in _UNSUPPORTED:
@@ -103,14 +104,17 @@ def allocate(descriptor: int, size: int, start: int = 0) -> bool:
 
 
 def reserve(descriptor: int, size: int) -> None:
-    """Grow a memory file to at least `size` allocated bytes; raises OSError if they are unavailable."""
+    """Grow a memory file to at least `size` allocated bytes. Raises OSError if they are unavailable."""
     if os.fstat(descriptor).st_size < size:
         os.ftruncate(descriptor, size)
     allocate(descriptor, size)
 
 
 def punch_hole(descriptor: int, size: int) -> None:
-    """Release the pages of the first `size` bytes; they read as zeros from then on, and the size does not change."""
+    """Release the pages of the first `size` bytes.
+
+    From then on, they read as zeros; the file's size does not change.
+    """
     if _libc.fallocate(descriptor, _PUNCH_HOLE | _KEEP_SIZE, 0, size) != 0:
         _fail("fallocate")
 

@@ -1,4 +1,4 @@
-"""Errors from full disks and unreachable object stores, and a probe for free space."""
+"""Errors from full disks and unreachable object stores, and a probe that checks for free space."""
 
 import contextlib
 import errno
@@ -16,17 +16,17 @@ _WORDS = {
     errno.EDQUOT: "disk quota exceeded",
     errno.EROFS: "read-only file system",
     errno.EIO: "I/O error",
-    errno.EFBIG: "limit on file sizes reached (ulimit -f)",
+    errno.EFBIG: "file size limit reached (ulimit -f)",
 }
 
 
 def is_disk_error(error: BaseException) -> bool:
-    """Return whether the storage itself failed, rather than a path or a permission."""
+    """Return whether the storage itself failed, as opposed to a path or permission problem."""
     return isinstance(error, OSError) and error.errno in _WORDS
 
 
 def disk_words(number: int | None) -> str:
-    """Return words such as `disk full` for ENOSPC; empty for an error that does not come from the storage."""
+    """Return a phrase such as `disk full` for ENOSPC; empty for an error that does not come from the storage."""
     return _WORDS.get(number or 0, "")
 
 
@@ -39,7 +39,7 @@ def error_words(error: OSError) -> str:
 def explain_disk_error(error: BaseException, folder: Path) -> str:
     """Return `disk full (FOLDER)`; empty if the error does not come from the storage.
 
-    `folder` is used if the error has no file name. An error of an object store keeps the message of its library.
+    `folder` is used if the error has no file name. An object store's error keeps its library's message.
     """
     if not isinstance(error, OSError) or not (words := disk_words(error.errno)):
         return ""
@@ -56,9 +56,9 @@ _BLOCK = 1 << 20
 
 
 def write_probe(folder: Path, size: int = SMALL) -> str:
-    """Return why the disk rejects a file of `size` bytes (`disk full (FOLDER)`); empty if accepted or unknown.
+    """Return why the disk rejects a file of `size` bytes, such as `disk full (FOLDER)`; empty if accepted or unknown.
 
-    Nothing is flushed, so a file server that refuses data only later goes undetected.
+    Nothing is flushed, so a file server that only rejects the data later goes undetected.
     """
     probe = folder / f".probe-{secrets.token_hex(6)}"
     try:
@@ -81,7 +81,10 @@ _FOREIGN = (
     ("google.auth.exceptions", "GoogleAuthError"),
     ("azure.core.exceptions", "AzureError"),
 )
-"""Module and class of non-OSError exceptions of storage libraries; only loaded libraries can have raised them."""
+"""Module and class of storage libraries' exceptions that are not OSErrors.
+
+Only loaded libraries can have raised them.
+"""
 
 _NUMBERS = {
     PermissionError: errno.EACCES,
@@ -93,7 +96,7 @@ _NUMBERS = {
 
 @contextlib.contextmanager
 def as_oserror(place: str) -> Iterator[None]:
-    """Convert a library's own network error to OSError (EIO), and add the path or URL to every error.
+    """Convert a library's own network errors to OSError (EIO), and add the path or URL to every error.
 
     Library errors name no file, so they would otherwise be attributed to the folder that the caller is using.
     """
@@ -104,7 +107,7 @@ def as_oserror(place: str) -> Iterator[None]:
     except (OSError, *kinds) as error:
         if not isinstance(error, OSError):
             raise OSError(errno.EIO, f"{type(error).__name__}: {error}", place) from error
-        if error.errno is None:  # created from a text alone; with a file name it would print as "[Errno None] None"
+        if error.errno is None:  # created from a message alone; with a file name, it would print as "[Errno None] None"
             number = next((number for kind, number in _NUMBERS.items() if isinstance(error, kind)), errno.EIO)
             raise OSError(number, str(error) or type(error).__name__, error.filename or place) from error
         error.filename = error.filename or place

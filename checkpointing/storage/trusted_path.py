@@ -1,8 +1,8 @@
-"""Check whether other users could replace a path, for each folder from `/` down, like OpenSSH's StrictModes.
+"""Checks whether other users could replace a path. Like OpenSSH's StrictModes, it examines each folder from `/` down.
 
-Others who may write a folder can rename its entries, regardless of the entries' modes, unless it is sticky (`/tmp`).
-A private folder below a shared one is therefore identified by its owner and held by a descriptor, because its name
-proves nothing.
+Other users who may write to a folder can rename its entries, regardless of the entries' modes, unless it is sticky
+(`/tmp`). A private folder inside a shared one is therefore identified by its owner and held by a descriptor, because
+its name proves nothing.
 """
 
 import errno
@@ -20,7 +20,7 @@ from pathlib import Path
 
 _FIRST_PERSON = 1000
 _NOBODY = 65534
-"""UIDs below _FIRST_PERSON, and _NOBODY (root on a root-squashed mount), are system accounts: `lustre`, `bin`."""
+"""UIDs below _FIRST_PERSON, and _NOBODY (root on a root-squashed mount), are system accounts (such as `bin`)."""
 _MOST_LINKS = 40
 _LOOK = os.O_PATH | os.O_CLOEXEC
 _ACL = "system.posix_acl_access"
@@ -38,14 +38,14 @@ class Weakness:
     path: Path
     owner: int
     mode: int
-    writers: str  # users who may write there; empty if only the owner, who is another user, may
+    writers: str  # users who may write to it; empty if only the owner, another user, may
 
     def __str__(self) -> str:
         kept = f"mode {stat.S_IMODE(self.mode):04o}, owner {user_name(self.owner)}"
         return f"{self.path} can be changed by {self.writers or user_name(self.owner)} ({kept})"
 
     def closing(self) -> str:
-        """Return the command that closes the weakness; empty if another user owns the folder."""
+        """Return the command that removes the weakness; empty if another user owns the folder."""
         if self.owner != os.geteuid():
             return ""
         who = "o" if self.mode & stat.S_IWOTH else ""
@@ -79,7 +79,10 @@ class Opened:
 
 
 def is_trusted(uid: int) -> bool:
-    """Return whether to trust files of this user: root, ourselves, and for root also user 65534 (NFS root squash)."""
+    """Return whether to trust this user's files.
+
+    Root and the current user are trusted. If the current user is root, so is user 65534 (NFS root squash).
+    """
     own = os.geteuid()
     return uid in (0, own) or (own == 0 and uid == _NOBODY)
 
@@ -93,7 +96,7 @@ def user_name(uid: int) -> str:
 
 
 def own_name() -> str:
-    """Return the current user's name from login variables or the account; the uid as text if neither has one."""
+    """Return the current user's name from the login variables or the account, or the uid as text if neither has one."""
     try:
         return getpass.getuser()
     except (KeyError, OSError, ImportError):  # depends on the Python version
@@ -102,7 +105,7 @@ def own_name() -> str:
 
 @contextmanager
 def open_folder(path: Path) -> Iterator[Opened]:
-    """Open a folder component by component; raises OSError."""
+    """Open a folder component by component. Raises OSError."""
     walk = _Walk()
     try:
         walk.go(path.absolute())
@@ -112,9 +115,9 @@ def open_folder(path: Path) -> Iterator[Opened]:
 
 
 def weakness(path: Path) -> Weakness | None:
-    """Return the first folder or link on the path, including `path`, that others may write, or None; raises OSError.
+    """Return the first folder or link on the path, including `path`, that others may write to, or None. Raises OSError.
 
-    A folder that only its owner, another user, may write does not count.
+    A folder that only its owner may write to does not count, even if the owner is another user.
     """
     with open_folder(path) as found:
         weak = (*found.weak, *_weak_folder(found.descriptor, path))
@@ -131,7 +134,10 @@ def can_be_exchanged(path: Path) -> bool:
 
 
 def check_unshared(path: Path, *, then: str) -> None:
-    """Raise NotPrivate if others may write or rename the folder; `then` is a further remedy for the message."""
+    """Raise NotPrivate if others may write to or rename the folder.
+
+    `then` is a further remedy to name in the message.
+    """
     with suppress(FileNotFoundError):
         if weak := weakness(path):
             cure = " or ".join(filter(None, [weak.closing(), then]))
@@ -139,7 +145,10 @@ def check_unshared(path: Path, *, then: str) -> None:
 
 
 def check_private(path: Path) -> None:
-    """Raise NotPrivate if the folder belongs to another user or others may write it, OSError if it does not exist."""
+    """Raise NotPrivate if the folder belongs to another user or others may write to it.
+
+    Raise OSError if it does not exist.
+    """
     with open_folder(path) as found:
         found.require_private()
 
@@ -148,10 +157,10 @@ _held: dict[Path, Path] = {}
 
 
 def pin_path(path: Path) -> Path:
-    """Return a private folder under a name that cannot be redirected during the life of this process.
+    """Return a name for a private folder that cannot be redirected during the life of this process.
 
-    This is `path` if no other user can rename it, else `/proc/<pid>/fd/<n>`, which the user's other processes can open
-    as well. Raises NotPrivate, or OSError if the folder does not exist.
+    The name is `path` if no other user can rename it, else `/proc/<pid>/fd/<n>`, which the user's other processes can
+    also open. Raises NotPrivate, or OSError if the folder does not exist.
     """
     if path not in _held:
         with open_folder(path) as found:
@@ -188,7 +197,7 @@ class _Walk:
             raise
 
     def _step(self, name: str) -> list[str]:
-        """Enter `name`; for a link, return the components to walk instead."""
+        """Enter `name`. If it is a link, return the components to walk instead."""
         for weak in _weak_folder(self.descriptor, self._place):
             self._add(weak)
         entered = os.open(name, _LOOK | os.O_NOFOLLOW, dir_fd=self.descriptor)
@@ -235,12 +244,12 @@ def _weak_folder(descriptor: int, place: Path) -> list[Weakness]:
 
 
 def _is_person(uid: int) -> bool:
-    """Return whether this is another user's account, which is not trusted as system accounts are."""
+    """Return whether this is another person's account, which is not trusted as system accounts are."""
     return not is_trusted(uid) and uid >= _FIRST_PERSON and uid != _NOBODY
 
 
 def _writers(descriptor: int, status: os.stat_result) -> str:
-    """Return which users other than the owner may write a folder; empty if only the owner may."""
+    """Return which users other than the owner may write to a folder; empty if only the owner may."""
     if status.st_mode & stat.S_IWOTH:
         return "everybody"
     if not status.st_mode & stat.S_IWGRP:
@@ -254,7 +263,7 @@ def _writers(descriptor: int, status: os.stat_result) -> str:
 
 
 def _acl_writers(acl: bytes, status: os.stat_result) -> str:
-    """Return a writer from the ACL. With an ACL, the group bits of the mode are only its mask."""
+    """Return a user or group that the ACL lets write. With an ACL, the mode's group bits are only its mask."""
     entries = [struct.unpack_from("<HHI", acl, at) for at in range(4, len(acl) - 7, 8)]
     for tag, allowed, who in entries:
         if not allowed & 2:
@@ -269,7 +278,7 @@ def _acl_writers(acl: bytes, status: os.stat_result) -> str:
 
 
 def _is_own_group(gid: int) -> bool:
-    """Return whether the group is this user's private group without other members, as many systems create them."""
+    """Return whether this is the user's private group, with no other members, such as many systems create."""
     try:
         group, user = grp.getgrgid(gid), pwd.getpwuid(os.geteuid())
     except KeyError:

@@ -1,1 +1,1 @@
-"""Checkpoint tiers of a run: their contents, and copies from one to the next. No torch."""
+"""A run's checkpoint tiers: their contents, and copies from one to the next. Does not import torch."""

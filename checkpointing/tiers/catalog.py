@@ -1,4 +1,4 @@
-"""Catalog of checkpoints: committed folders below one root, newest first, their owner, and the distrusted ones."""
+"""Catalog of checkpoints: the committed folders under one root (newest first), their owner, and those not trusted."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ _UNREADABLE = Commit(manifest="", size=0, committed_at=0.0)
 
 @dataclass(frozen=True)
 class Owner:
-    """An attempt; `fence` returns whether it may still commit and delete.
+    """An attempt. `fence` returns whether it may still commit and delete.
 
-    `inherit` lists the checkpoints in its launch token. `ended_attempts` are earlier attempts that no longer write, as
-    `<attempt>-<nonce>`; their unfinished checkpoints are debris.
+    `inherit` lists the checkpoints in its launch token. `ended_attempts` lists earlier attempts that no longer write,
+    as `<attempt>-<nonce>`; their unfinished checkpoints are debris.
     """
 
     attempt: int
@@ -29,9 +29,9 @@ class Owner:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A committed checkpoint; `bytes` and `committed_at` are 0 if its COMMIT is damaged (verification reports it).
+    """A committed checkpoint. `bytes` and `committed_at` are 0 if its COMMIT is damaged, which verification reports.
 
-    `place` is its path or URL; `path` is the same as a Path, useful only on mounted file systems.
+    `place` is its path or URL. `path` is the same as a Path and is useful only on mounted file systems.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Entry:
 
 
 class Catalog:
-    """List of checkpoints by names and COMMIT markers; other folders and unfinished checkpoints are never listed."""
+    """Finds checkpoints by their names and COMMIT markers."""
 
     def __init__(self, root: Path | str, storage: Storage | None = None) -> None:
         self.root, self.place = Path(root), str(root).rstrip("/")
@@ -57,15 +57,15 @@ class Catalog:
         return [str(parts) for parts in sorted(known, reverse=True)]
 
     def is_committed(self, name: str) -> bool:
-        """Return whether the marker exists without a tombstone.
+        """Return whether a checkpoint has its marker and no tombstone.
 
-        An unreadable marker counts, so that the checkpoint is reported and never deleted as debris; an unreadable
-        tombstone does not count.
+        An unreadable marker counts as present, so that the checkpoint is reported and never deleted as debris. An
+        unreadable tombstone does not count.
         """
         return self._has(name, COMMIT, unreadable=True) and not self.is_tombstoned(name)
 
     def is_tombstoned(self, name: str) -> bool:
-        """Return whether its deletion has begun; any process that may delete here may finish it."""
+        """Return whether the checkpoint's deletion has begun. Any process that may delete here may finish it."""
         return self._has(name, DELETED, unreadable=False)
 
     def _has(self, name: str, file: str, *, unreadable: bool) -> bool:
@@ -78,11 +78,11 @@ class Catalog:
         return True
 
     def committed_entries(self) -> list[Entry]:
-        """Return all committed checkpoints, highest step first, and the latest attempt first within a step."""
+        """Return all committed checkpoints, highest step first and, within a step, latest attempt first."""
         return [self._entry(name) for name in self.names() if self.is_committed(name)]
 
     def entries_for_owner(self, owner: Owner) -> list[Entry]:
-        """Return the checkpoints that an attempt may load or delete, newest first: its own and inherited ones."""
+        """Return the checkpoints that an attempt may load or delete (its own and those it inherits), newest first."""
         names = [name for name in self.names() if name in owner.inherit or _is_owned(name, owner)]
         return [self._entry(name) for name in names if self.is_committed(name)]
 
@@ -111,20 +111,20 @@ def _is_owned(name: str, owner: Owner) -> bool:
 
 
 class DistrustedCheckpoints:
-    """Refused copies by tier, and names that a restore passed over in every tier."""
+    """Copies refused in particular tiers, and names that a restore passed over in every tier."""
 
     def __init__(self) -> None:
         self._refused: set[tuple[str, str]] = set()
         self._passed_over: frozenset[str] = frozenset()
 
     def refuse(self, tier: str, name: str) -> None:
-        """Mark the copy in this tier (a path, or `memory`) as bad; copies elsewhere may be good."""
+        """Mark the copy in this tier (a path, or `memory`) as bad. Copies elsewhere may be good."""
         self._refused.add((tier, name))
 
     def pass_over(self, names: Iterable[str]) -> None:
-        """Mark the checkpoints that a restore skipped or passed over for an older one."""
+        """Mark the checkpoints that a restore skipped or passed over in favour of an older one."""
         self._passed_over = frozenset(names)
 
     def in_tier(self, tier: str) -> frozenset[str]:
-        """Return the names that count neither as a substitute nor as a source in this tier."""
+        """Return the names of checkpoints in this tier that must not be copied from or relied on."""
         return self._passed_over | {name for path, name in self._refused if path == tier}

@@ -1,4 +1,4 @@
-"""Copies of a checkpoint's files to another tier; every chunk is verified first."""
+"""Copies a checkpoint's files to another tier. Every chunk is verified first."""
 
 import contextlib
 import errno
@@ -23,7 +23,7 @@ _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
 
 
 TierContents = tuple[str, ...]
-"""Names of one tier's committed checkpoints that this attempt may load and trusts, newest first."""
+"""Names of the committed checkpoints in one tier that this attempt may load and trusts, newest first."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class CopyChoice:
     reason: str
 
 
-THERE = "the newest one is already there"
-"""Reason reported if the newest checkpoint needs no copy."""
+THERE = "the tier already has the newest one"
+"""Reason given if the newest checkpoint needs no copy."""
 
 
 def choose_checkpoint(
@@ -50,9 +50,9 @@ def choose_checkpoint(
 ) -> CopyChoice:
     """Choose the checkpoint that tier `target` should now receive from a faster tier.
 
-    `latest` was just committed (None: look for the newest), `last` is the one that this tier received last.
-    `everything` ignores `every` and chooses the newest one, so that a finished run leaves its last checkpoint in every
-    tier.
+    `latest` has just been committed (None: look for the newest); `last` is the one that this tier received most
+    recently. With `everything`, `every` is ignored and the newest one is chosen, so that a finished run leaves its last
+    checkpoint in every tier.
     """
     here = contents[target]
     last = last or (here[0] if here else None)
@@ -62,18 +62,18 @@ def choose_checkpoint(
     if name in here:
         return CopyChoice(None, source, THERE)
     if last is None:
-        return CopyChoice(name, source, "there is none yet")
+        return CopyChoice(name, source, "the tier has none yet")
     if everything:
-        return CopyChoice(name, source, "the last one is copied to every tier")
+        return CopyChoice(name, source, "the last one goes to every tier")
     newer = _step(name) - _step(last)
-    # After a rollback, steps restart below the step copied last.
+    # After a rollback, steps restart below the one last copied.
     if 0 <= newer < every:
-        return CopyChoice(None, source, f"it is {newer} steps newer than the newest one there, {every} are required")
-    return CopyChoice(name, source, "there is a newer one")
+        return CopyChoice(None, source, f"it must be {every} steps newer than the tier's newest, but is only {newer}")
+    return CopyChoice(name, source, "a newer one is available")
 
 
 def _newest(faster: Sequence[TierContents], latest: str | None) -> tuple[str | None, int]:
-    """Return the name, and the fastest tier that has it."""
+    """Return the newest checkpoint's name, and the fastest tier that has it."""
     found = {name: at for at in reversed(range(len(faster))) for name in faster[at]}
     if latest in found:
         assert latest is not None
@@ -89,9 +89,9 @@ def _step(name: str) -> int:
 
 
 def divide_files(files: Sequence[FileEntry], seen: Sequence[Collection[str] | None]) -> list[tuple[FileEntry, ...]]:
-    """Divide files among ranks; `seen` are the names that each rank finds at the source, None if it finds all.
+    """Divide files among ranks. `seen` lists the names that each rank finds at the source, or None if it finds all.
 
-    A rank copies its own shards; the rest is balanced by bytes. Raises ValueError for a file that no rank finds.
+    A rank copies its own shards; the rest is divided evenly by bytes. Raises ValueError for a file that no rank finds.
     """
     shares: list[list[FileEntry]] = [[] for _ in seen]
     load = [0] * len(seen)
@@ -116,11 +116,11 @@ def _owner(name: str, seen: Sequence[Collection[str] | None]) -> int | None:
 
 
 CorruptCopy = tuple[str, int, str]
-"""Checkpoint name, tier number, and the fault."""
+"""A checkpoint's name, the tier's number, and the fault."""
 
 
 def corrupt_copies(verdicts: Storage | None, places: Sequence[ResolvedTier]) -> tuple[CorruptCopy, ...]:
-    """List every copy with a bad verdict that still holds; `verdicts` is the storage of the run's own folder.
+    """List every copy with a bad verdict that still applies. `verdicts` is the storage of the run's own folder.
 
     Unreadable tiers are skipped, because a restore verifies every byte anyway.
     """
@@ -141,7 +141,7 @@ def corrupt_copies(verdicts: Storage | None, places: Sequence[ResolvedTier]) -> 
 
 
 def why_corrupt(copies: Iterable[CorruptCopy], name: str, place: int) -> str:
-    """Return the reason not to load this copy, or an empty string. A fault in the first tier holds for all copies."""
+    """Return why this copy must not be loaded, or an empty string. A fault in the first tier applies to all copies."""
     return next((reason or "found bad" for other, at, reason in copies if other == name and at in (0, place)), "")
 
 
@@ -150,7 +150,7 @@ T = TypeVar("T")
 MIB = float(1 << 20)
 
 _PERMANENT = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ECANCELED)
-"""Errors that a retry within a minute does not fix."""
+"""Errors that retrying for a minute would not fix."""
 
 
 class Throttle:
@@ -164,12 +164,18 @@ class Throttle:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Any] = time.sleep,
     ) -> None:
-        """Create a full bucket; `rate` in bytes per second (0: no limit), `burst` in bytes allowed after a pause."""
+        """Create a full bucket.
+
+        `rate` is in bytes per second (0: no limit); `burst` is the number of bytes allowed after a pause.
+        """
         self._rate, self._burst, self._clock, self._sleep = rate, float(burst), clock, sleep
         self._tokens, self._at = float(burst), clock()
 
     def take(self, size: int) -> None:
-        """Pay for `size` bytes; a size above the bucket's capacity is paid off by the next call's wait."""
+        """Pay for `size` bytes.
+
+        If that exceeds what the bucket holds, the next call waits until the debt is paid off.
+        """
         if not self._rate:
             return
         self._refill()
@@ -195,7 +201,10 @@ class Retry:
     draw: Callable[[], float] = field(default=random.random)
 
     def run(self, act: Callable[[], T]) -> T:
-        """Call `act` until it succeeds; raises the last OSError, and permanent ones (a full disk) immediately."""
+        """Call `act` until it succeeds.
+
+        Raises the last OSError, or immediately if it is permanent (such as a full disk).
+        """
         for attempt in range(self.attempts):
             try:
                 return act()
@@ -209,7 +218,7 @@ class Retry:
 @peer_message
 @dataclass(frozen=True, kw_only=True)
 class CopyOrder:
-    """A rank's share of copying a checkpoint: `source` and `target` are root paths or URLs, `bandwidth` in MiB/s."""
+    """A rank's share of copying a checkpoint. `source` and `target` are root paths or URLs, `bandwidth` is in MiB/s."""
 
     source: str
     target: str
@@ -221,7 +230,11 @@ class CopyOrder:
 @peer_message
 @dataclass(frozen=True, kw_only=True)
 class Copied:
-    """Result of a copy: bytes written (existing files count 0); `bad` is the fault found at the source."""
+    """Result of a copy.
+
+    `bytes` is the number of bytes written (files that already existed count as 0); `bad` is the fault found at the
+    source.
+    """
 
     bytes: int
     seconds: float
@@ -237,7 +250,7 @@ def copy_files(
     sleep: Callable[[float], Any] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> Copied:
-    """Carry out an order in this thread; stop at the first bad source, which is returned, not raised.
+    """Carry out an order in this thread. Stop at the first fault in the source, which is returned, not raised.
 
     Raises OSError as `copy_file` does. An interruptible `sleep` lets a throttled copy stop sooner.
     """
@@ -263,16 +276,16 @@ def copy_file(
     retry: Retry | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Copy `folder/entry.name` durably; return the bytes written, 0 if the target already has an identical file.
+    """Durably copy `folder/entry.name`. Return the number of bytes written, 0 if the target already has the same file.
 
-    Raises CheckpointRefused (with the chunk) if the source does not match `entry`; no mismatching byte is passed on,
+    Raises CheckpointRefused (naming the chunk) if the source does not match `entry`; no mismatching byte is passed on,
     and the copy is not retried. Raises OSError if retries do not help, with errno ECANCELED once `stopped` returns
-    True, which is checked before every chunk. A half-written file is deleted, or replaced by the next try. After a
-    stop it is left in place, because another process may have taken it over.
+    True; this is checked before every chunk. A half-written file is deleted or replaced by the next try. After a stop,
+    it is left in place, because another process may have taken it over.
     """
     job = _Copy(source, target, folder, entry, throttle or Throttle(0.0), stopped)
     tries = itertools.count()
-    # Leftovers of our own earlier try are never adopted: after a failed fsync they may only look complete.
+    # Leftovers from our own earlier try are never adopted: after a failed fsync, they may only look complete.
     return (retry or Retry()).run(lambda: job.run(adopt=next(tries) == 0))
 
 
@@ -331,7 +344,7 @@ class _Copy:
             raise OSError(errno.ECANCELED, f"copying {self.path} was cancelled")
 
     def _is_complete(self) -> bool:
-        """Return whether an earlier process finished this file; makes it durable first, in case it was not."""
+        """Return whether an earlier process finished this file. The file is made durable first, in case it was not."""
         make_durable(self.target, self.path)
         with self.target.open(self.path) as stream:
             try:
@@ -342,7 +355,7 @@ class _Copy:
         return True
 
     def _chunks(self, stream: BinaryIO) -> Iterator[memoryview]:
-        """Yield verified chunks, each valid until the next one is requested."""
+        """Yield verified chunks. Each is valid until the next one is requested."""
         entry = self.entry
         room = memoryview(bytearray(min(entry.chunk_size, entry.size)))
         for index, expected in enumerate(entry.chunks):
@@ -368,7 +381,7 @@ def _read_full(stream: Any, room: memoryview) -> int:
 
 @contextlib.contextmanager
 def _doing(what: str, path: str) -> Iterator[None]:
-    """Add the failed operation and the path to the error, keeping its number."""
+    """Add the failed operation and the path to an OSError, keeping its errno."""
     try:
         yield
     except OSError as error:

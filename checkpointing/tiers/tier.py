@@ -1,8 +1,8 @@
-"""Tiers of a run, the check of tiers before a submit, and Lustre striping.
+"""A run's tiers, the check on them before a run is submitted, and Lustre striping.
 
 `python -P -m checkpointing.tiers.tier ANSWER` reads `{tiers: [path ...]}` from stdin. It writes one JSON object per
 line to the descriptor ANSWER: `trying` before each tier, `refused` (tier, reason, remedy) for an unusable tier, and
-`done`.
+finally `done`.
 """
 
 import json
@@ -31,8 +31,8 @@ _FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,254}")
 class ResolvedTier:
     """A tier as seen from this node.
 
-    `path` is the absolute folder or URL of the checkpoints, as named in events and verdicts; `catalog.place` is the
-    path by which this process and its writer access it.
+    `path` is the absolute path or URL of the checkpoints, as given in events and verdicts; `catalog.place` is the path
+    by which this process and its writer access them.
     """
 
     path: str
@@ -41,20 +41,23 @@ class ResolvedTier:
     every: int = 0
     keep: int = 3
     shared: bool = True
-    bandwidth: float = 0.0  # MiB/s that each rank may write; 0: no limit
-    stripes: int = 0  # Lustre stripe count of a new checkpoint's folder; 0: the site's default
+    bandwidth: float = 0.0  # MiB/s that each rank may write; 0 means no limit
+    stripes: int = 0  # Lustre stripe count for a new checkpoint's folder; 0 means the site's default
 
 
 @dataclass(frozen=True)
 class RunTiers:
-    """All tiers of a run, fastest first; `pins` is the storage of the run's own folder, with pins and verdicts."""
+    """All of a run's tiers, fastest first.
+
+    `pins` is the storage of the run's own folder, which holds pins and verdicts.
+    """
 
     tiers: tuple[ResolvedTier, ...]
     pins: Storage
 
     @classmethod
     def single(cls, root: Path | str, storage: Storage | None = None, keep: int = 3) -> "RunTiers":
-        """Return the folder `root` as the only tier, on `storage` or the default storage for its path."""
+        """Return the folder `root` as the only tier, in `storage` or in the default storage for its path."""
         path = str(root) if "://" in str(root) else str(Path(root).absolute())
         storage = storage if storage is not None else open_storage(path)
         catalog = Catalog(Path(root), storage)
@@ -64,10 +67,10 @@ class RunTiers:
 def resolve_tiers(
     config: CheckpointConfig, run_checkpoints: Path, run_name: str, node_name: str, known_as: Path | None = None
 ) -> tuple[ResolvedTier, ...]:
-    """Return the configured tiers in order, or the run's own folder if none is configured.
+    """Return the configured tiers in order, or just the run's own folder if none is configured.
 
-    Raises the same errors as `resolve_tier`. A relative path is resolved below the run's folder, independent of the
-    current directory. `known_as`: that folder's own path, if `run_checkpoints` is below an alias of it.
+    Raises the same errors as `resolve_tier`. A relative path is resolved from the run's folder, not from the current
+    directory. If `run_checkpoints` is under an alias of that folder, `known_as` is the folder's own path.
     """
     tiers = config.tiers or (TierConfig(keep=config.keep),)
     return tuple(resolve_tier(tier, run_checkpoints, run_name, node_name, known_as) for tier in tiers)
@@ -76,7 +79,7 @@ def resolve_tiers(
 def resolve_tier(
     tier: TierConfig, run_checkpoints: Path, run_name: str, node_name: str, known_as: Path | None = None
 ) -> ResolvedTier:
-    """Resolve one tier without creating its folder.
+    """Resolve one tier, without creating its folder.
 
     Raises ValueError for a name that cannot be a folder, TierUnavailable if the library for a URL is missing.
     """
@@ -112,7 +115,7 @@ def _root(tier: TierConfig, run_checkpoints: Path, run_name: str, node_name: str
     try:
         folder = run_checkpoints.absolute().parent / Path(tier.path).expanduser() / run_name
     except RuntimeError as error:  # the home directory is unknown
-        raise ValueError(f"checkpoint.tiers: {tier.path}: {error}; write the whole path") from error
+        raise ValueError(f"checkpoint.tiers: {tier.path}: {error}; give the full path") from error
     return str(folder if tier.shared else folder / node_name)
 
 
@@ -126,7 +129,7 @@ def absent_paths(tiers: Iterable[ResolvedTier]) -> list[str]:
 
 
 def one_folder(tiers: Sequence[ResolvedTier]) -> tuple[str, str] | None:
-    """Return the paths of two tiers that are the same folder through a link or a mount; they need not exist yet."""
+    """Return the paths of two tiers that a link or a mount makes the same folder. They need not exist yet."""
     known: dict[tuple[int, int, Path], str] = {}
     for tier in tiers:
         place = _identity(tier.storage.root) if isinstance(tier.storage, LocalStorage) else None
@@ -139,7 +142,7 @@ def one_folder(tiers: Sequence[ResolvedTier]) -> tuple[str, str] | None:
 
 
 def _identity(folder: Path) -> tuple[int, int, Path] | None:
-    """Return device and inode of the nearest existing folder, and the path still to be created below it."""
+    """Return the device and inode of the nearest existing folder, and the path still to be created under it."""
     for place in (folder, *folder.parents):
         with suppress(OSError):
             found = place.stat()
@@ -154,8 +157,9 @@ _SECONDS = 20.0
 def make_striped_folder(place: ResolvedTier, name: str, mounts: Path = MOUNTS) -> str | None:
     """Create a checkpoint's folder with the tier's stripe count, before any file is written into it.
 
-    Called once, by one rank. Does nothing unless the tier is on Lustre and `lfs` is installed; otherwise the folder is
-    created with its first file. Returns a warning if `lfs` failed; the checkpoint then has the site's default striping.
+    Called once, by one rank. Unless the tier is on Lustre and `lfs` is installed, it does nothing, and the folder is
+    created with its first file. Returns a warning if `lfs` failed, in which case the checkpoint has the site's default
+    striping.
     """
     storage = place.storage
     lfs = shutil.which("lfs") if place.stripes and isinstance(storage, LocalStorage) else None
@@ -178,7 +182,10 @@ def _set_stripes(lfs: str, folder: Path, count: int) -> str | None:
 
 
 def on_lustre(folder: Path, mounts: Path = MOUNTS) -> bool:
-    """Return whether a folder, existing or not, is on Lustre according to the mount table; False if unreadable."""
+    """Return whether a folder, existing or not, is on Lustre according to the mount table.
+
+    Returns False if the table is unreadable.
+    """
     try:
         lines = mounts.read_text(errors="surrogateescape").splitlines()
     except OSError:
@@ -192,7 +199,7 @@ def on_lustre(folder: Path, mounts: Path = MOUNTS) -> bool:
 
 
 def _unescape(point: str) -> str:
-    """Decode the octal escapes of blanks in the mount table."""
+    """Decode the mount table's octal escapes for whitespace and backslashes."""
     for code, letter in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
         point = point.replace(code, letter)
     return point
@@ -200,7 +207,7 @@ def _unescape(point: str) -> str:
 
 _EXTRAS = {"s3": "pip install 'orch[s3]'", "s3a": "pip install 'orch[s3]'"}
 
-HINT = "check the name, the network and the credentials: a job has only those in files and in env_from variables"
+HINT = "check the name, the network and the credentials: a job only gets credentials from files and env_from variables"
 
 
 def main(arguments: list[str]) -> None:
@@ -220,7 +227,7 @@ def _write_line(answer: TextIO, **found: Any) -> None:
 
 
 def refusal(url: str) -> tuple[str, str] | None:
-    """Return why listing, writing or deleting fails at the URL, and the remedy; None if all three work."""
+    """Return why listing, writing or deleting fails at the URL, and a remedy. None if all three work."""
     probe = f".orch-probe-{token_hex(6)}"
     kind = url.partition("://")[0]
     try:

@@ -1,1 +1,1 @@
-"""Verification of checkpoints: digests, sizes, recorded verdicts. No torch."""
+"""Verification of checkpoints: digests, sizes, recorded verdicts. Does not import torch."""

@@ -1,8 +1,8 @@
-"""Verdicts on checkpoints, in small files next to them, and the distance between two tensors.
+"""Verdicts on checkpoints, stored in small files in the run's folder, and the difference between two tensors.
 
-Retention does not count a copy with a bad verdict as a substitute. A good verdict is only informational, because bytes
-may rot afterwards, but retention keeps the newest copy that passed a restore test. A verdict applies to one copy in one
-location, with the manifest that it had at that time.
+Retention does not count a copy with a bad verdict towards those to keep. A good verdict is only informational, because
+bytes may rot later, except that retention keeps the newest copy that has passed a restore test. A verdict applies to
+one copy in one location, with the manifest that it had at the time.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ from checkpointing.storage.durable import canonical
 
 @dataclass(frozen=True, kw_only=True)
 class TensorDiff:
-    """Difference of one tensor in two checkpoints.
+    """The difference in one tensor between two checkpoints.
 
-    A missing tensor is None; numbers are None without comparable values. `largest` is the largest absolute difference
-    of a value, `relative` the norm of the difference over the larger of the two norms, `changed` the share of values
-    whose bits differ. With `by_fingerprint`, only fingerprints were compared.
+    A missing tensor is None, and numbers are None if the values are not comparable. `largest` is the largest absolute
+    difference between values, `relative` is the norm of the difference divided by the larger of the two norms, and
+    `changed` is the share of values whose bits differ. If `by_fingerprint` is set, only fingerprints were compared.
     """
 
     key: str
@@ -52,14 +52,15 @@ class TensorDiff:
 VERDICTS = "verdicts"
 SCHEMA = "orch.verdict/1"
 RESTORE_TESTED = 5
-"""Level of a restore test, above all verification levels: the checkpoint was loaded into a model that then trained."""
+"""Level of a restore test, which loads the checkpoint into a model and trains it. Above all verification levels."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CopyVerdict:
-    """Result for the copy of `name` in `place` (the folder or URL that holds it), with its level and time.
+    """Verdict on the copy of `name` in `place` (the folder or URL that holds it), with its level and time.
 
-    `manifest` is the digest in its COMMIT, "" if COMMIT could not be trusted; `at` is in seconds since the epoch.
+    `manifest` is the digest in the copy's COMMIT, or "" if COMMIT could not be trusted. `at` is in seconds since the
+    epoch.
     """
 
     name: str
@@ -72,14 +73,14 @@ class CopyVerdict:
 
 
 def read_manifest_digest(storage: Storage, name: str) -> str:
-    """Return the manifest digest of a copy, or "" without a valid COMMIT; raises OSError if COMMIT is unreadable."""
+    """Return a copy's manifest digest, or "" if it has no valid COMMIT. Raises OSError if COMMIT is unreadable."""
     with contextlib.suppress(ManifestError, FileNotFoundError):
         return read_commit(storage, name).manifest
     return ""
 
 
 def record(storage: Storage, verdict: CopyVerdict) -> None:
-    """Write a verdict, unless an earlier good verdict on the same copy has a higher level; raises OSError."""
+    """Write a verdict, unless an earlier good verdict on the same copy has a higher level. Raises OSError."""
     file = _file(verdict.name, verdict.place)
     earlier = _read(storage, file)
     if earlier is None or not _is_superseded(earlier, verdict):
@@ -92,14 +93,14 @@ def _is_superseded(earlier: CopyVerdict, verdict: CopyVerdict) -> bool:
 
 
 def withdraw(storage: Storage, name: str, place: str) -> None:
-    """Delete a good verdict on a copy that is now in doubt; a bad one stays. Raises OSError."""
+    """Delete a good verdict on a copy that is now in doubt. A bad verdict stays. Raises OSError."""
     known = _read(storage, _file(name, place).rpartition("/")[2])
     if known is not None and known.ok:
         storage.delete(_file(name, place))
 
 
 def forget(storage: Storage, place: str, present: Iterable[str]) -> None:
-    """Delete the verdicts on copies that no longer exist in `place`; raises OSError."""
+    """Delete the verdicts on copies that no longer exist in `place`. Raises OSError."""
     there = set(present)
     for verdict in read_verdicts(storage):
         if verdict.place == place and verdict.name not in there:
@@ -113,7 +114,7 @@ def read_verdicts(storage: Storage) -> list[CopyVerdict]:
 
 
 def known_bad(storage: Storage, place: str, copies: Storage) -> dict[str, str]:
-    """Return the reasons of bad verdicts by name, for unchanged copies in `place` (read through `copies`).
+    """Return the reasons for bad verdicts by name, for unchanged copies in `place` (read through `copies`).
 
     Raises OSError.
     """
@@ -121,7 +122,7 @@ def known_bad(storage: Storage, place: str, copies: Storage) -> dict[str, str]:
 
 
 def bad_copies(verdicts: Iterable[CopyVerdict], place: str, copies: Storage) -> dict[str, str]:
-    """Return the same as `known_bad`, but from verdicts that were already read; raises OSError."""
+    """Return the same as `known_bad`, but from verdicts that have already been read. Raises OSError."""
     bad = [verdict for verdict in verdicts if verdict.place == place and not verdict.ok]
     return {item.name: item.reason for item in bad if item.manifest == read_manifest_digest(copies, item.name)}
 
@@ -129,7 +130,7 @@ def bad_copies(verdicts: Iterable[CopyVerdict], place: str, copies: Storage) -> 
 def newest_restore_tested(
     verdicts: Iterable[CopyVerdict], place: str, copies: Storage, names: Collection[str]
 ) -> str | None:
-    """Return the newest of `names` whose copy in `place` passed a restore test and has not changed since.
+    """Return the newest of `names` whose copy in `place` has passed a restore test and has not changed since.
 
     Raises OSError.
     """

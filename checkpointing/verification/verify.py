@@ -1,8 +1,8 @@
 """Verification of a checkpoint's bytes: COMMIT, manifest, sizes, chunk digests.
 
-Files are digested by several threads, each of which digests a chunk as it reads it through the page cache, in pieces
-that are still in the core's own cache. Meanwhile the kernel reads ahead, unlike with O_DIRECT.
-Pages that were not cached before are dropped immediately, so that verification does not evict the data of a trainer.
+Files are digested by several threads. Each digests a chunk as it reads it through the page cache, in pieces that are
+still in the core's own cache. Unlike with O_DIRECT, the kernel reads ahead in the meantime. Pages that were not cached
+before are dropped immediately, so that verification does not evict data that training uses.
 """
 
 import ctypes
@@ -39,7 +39,7 @@ from checkpointing.storage.digests import digest
 from checkpointing.storage.storage_errors import error_words
 
 Progress = Callable[[int, int], None]
-"""Function that is called with the amount done and the total, in bytes or pieces."""
+"""Function that is called with the amount done so far and the total, in bytes or items."""
 
 LEVELS = {0: "committed, sizes", 1: "sampled chunks", 2: "all chunks"}
 _SAMPLE_ONE_IN = 16
@@ -54,9 +54,9 @@ _MAX_THREADS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A fault in one file; `chunk` counts from 0; `tensors` are the keys of affected tensors.
+    """A fault in one file. `chunk` counts from 0, and `tensors` are the keys of the affected tensors.
 
-    `gone`: the file could not be opened because it does not exist.
+    `gone` means that the file could not be opened because it does not exist.
     """
 
     file: str
@@ -67,13 +67,13 @@ class Fault:
 
     @classmethod
     def from_error(cls, file: str, error: OSError) -> "Fault":
-        """Return the fault of a file that could not be read."""
+        """Return the fault for a file that could not be read."""
         gone = isinstance(error, FileNotFoundError)
         return cls(file=file, reason=f"unreadable: {error_words(error)}", gone=gone)
 
     @property
     def tensor(self) -> str | None:
-        """The affected tensors for display: the first few, and the number of others."""
+        """The affected tensors, for display: the first few, and the number of others."""
         if not self.tensors:
             return None
         more = len(self.tensors) - _NAMED
@@ -81,7 +81,10 @@ class Fault:
 
     @property
     def is_damage(self) -> bool:
-        """Whether bytes are wrong or missing; a file that cannot be read now may be readable later."""
+        """Whether bytes are wrong or missing.
+
+        A file that cannot be read now does not count, as it may be readable later.
+        """
         return not self.reason.startswith("unreadable: ")
 
     @property
@@ -96,9 +99,10 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Result of a verification; `bytes` is the amount read and compared, `seconds` the time it took.
+    """Result of a verification. `bytes` is the amount read and compared, `seconds` the time it took.
 
-    `notes` list checks that were skipped because the checkpoint lacks the data for them.
+    `notes` lists the checks that were skipped for lack of data in the checkpoint, and NaN or infinities that may be
+    legitimate.
     """
 
     ok: bool
@@ -111,7 +115,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Work item of a verifier."""
+    """A verifier's work item."""
 
     file: FileEntry
     index: int
@@ -138,10 +142,10 @@ def verify_checkpoint(
     storage: Storage, name: str, level: int, progress: Progress | None = None, before: "PageCacheState | None" = None,
     choose: Callable[[Sequence[Chunk]], Sequence[Chunk]] | None = None,
 ) -> Report:  # fmt: skip
-    """Verify as `verify` does, on any storage; `progress` is called with (bytes done, total bytes) after every chunk.
+    """Verify as `verify` does, on any storage. `progress` is called with (bytes done, total bytes) after every chunk.
 
-    `before` records what was in the page cache, and may keep read pages there for a second reading. `choose` selects
-    the chunks to read here if several readers divide them.
+    `before` records what was in the page cache and may keep the pages that are read there for a second pass. If several
+    readers share the work, `choose` selects the chunks to read here.
     """
     if level not in LEVELS:
         raise ValueError(f"verify level {level}: must be one of {sorted(LEVELS)}")
@@ -158,7 +162,7 @@ def verify_checkpoint(
 
 
 def read_sealed(storage: Storage, name: str) -> tuple[Manifest | None, list[Fault]]:
-    """Return the manifest (None if invalid or not COMMIT's), and the faults of files by name and size."""
+    """Return the manifest (None if it is invalid or does not match COMMIT) and the faults in files' names and sizes."""
     try:
         manifest = _read_manifest(storage, name)
         present = storage.list(name)
@@ -209,7 +213,7 @@ def all_chunks(manifest: Manifest) -> list[Chunk]:
 
 
 def _choose_chunks(manifest: Manifest, level: int) -> list[Chunk]:
-    """Return no chunks, a sample or all; a checkpoint's sample never changes."""
+    """Return none of the chunks, a sample or all of them. A checkpoint's sample is always the same."""
     chunks = all_chunks(manifest) if level else []
     if level != 1:
         return chunks
@@ -222,9 +226,9 @@ def check_chunks(
     storage: Storage, name: str, chunks: Sequence[Chunk], progress: Progress | None = None,
     before: "PageCacheState | None" = None,
 ) -> list[Fault]:  # fmt: skip
-    """Read `chunks`, several at a time, and compare their digests; faults come in the order of the chunks.
+    """Read `chunks`, several at a time, and compare their digests. Faults are in the order of the chunks.
 
-    If `before.keeps` is set, read pages stay in the page cache until `before.drop_new_pages`.
+    If `before.keeps` is set, the pages read stay in the page cache until `before.drop_new_pages` is called.
     """
     order = {(chunk.name, chunk.index): at for at, chunk in enumerate(chunks)}
     faults: dict[int, Fault] = {}
@@ -255,17 +259,17 @@ def check_chunks(
             for future in futures:
                 future.result()
         finally:
-            stopped.set()  # an interrupted scan ends after the chunks now being read
+            stopped.set()  # an interrupted scan ends once the chunks being read are done
     return [faults[at] for at in sorted(faults)]
 
 
 def reader_threads() -> int:
-    """Return the thread count: at least two, so that one reads while the other digests; four saturate one process."""
+    """Return the thread count: at least two, so that one reads while the other digests. Four saturate a process."""
     return min(_MAX_THREADS, max(2, len(os.sched_getaffinity(0))))
 
 
 def _make_digester(storage: Storage, folder: str, before: "PageCacheState") -> "_LocalDigester | _StreamDigester":
-    # A storage with its own `open` is read through its own streams.
+    # A storage that overrides `open` is read through its own streams.
     if isinstance(storage, LocalStorage) and type(storage).open is LocalStorage.open:
         return _LocalDigester(storage.root / folder, before)
     return _StreamDigester(storage, folder)
@@ -280,7 +284,7 @@ def _check_chunk(digester: "_LocalDigester | _StreamDigester", chunk: Chunk) -> 
 
 
 def read_listed(storage: Storage, manifest: Manifest, file: str) -> bytes:
-    """Return the verified bytes of a small file that the manifest lists; raises ManifestError or OSError."""
+    """Return the verified bytes of a small file that the manifest lists. Raises ManifestError or OSError."""
     entry = manifest.file(file)
     if entry is None:
         raise ManifestError(f"{file} is not listed in {MANIFEST}")
@@ -292,14 +296,14 @@ def read_listed(storage: Storage, manifest: Manifest, file: str) -> bytes:
 
 
 def read_fingerprints(storage: Storage, manifest: Manifest) -> dict[str, str] | None:
-    """Return the fingerprints taken at save, by key; None if there are none. Raises ManifestError or OSError."""
+    """Return the fingerprints taken at save time, by key; None if there are none. Raises ManifestError or OSError."""
     if manifest.file(FINGERPRINTS) is None:
         return None
     return parse_fingerprints(read_listed(storage, manifest, FINGERPRINTS))
 
 
 def add_tensor_names(storage: Storage, manifest: Manifest, faults: list[Fault]) -> list[Fault]:
-    """Add the affected tensors to the faults, if the checkpoint's index can still be trusted."""
+    """Add the affected tensors to the faults if the checkpoint's index can still be trusted."""
     if not faults:
         return faults
     try:
@@ -343,9 +347,10 @@ class _StreamDigester:
 
 
 class PageCacheState:
-    """Page cache residency before a scan; shared by its threads because the kernel's read-ahead is shared too.
+    """The pages that were cached before a scan.
 
-    Pages that were not resident are dropped immediately, unless `keeps` is set for a later second reading.
+    The scan's threads share this state, because they also share the kernel's read-ahead. Pages that were not cached are
+    dropped immediately, unless `keeps` is set for a second pass.
     """
 
     def __init__(self, keeps: bool = False) -> None:
@@ -354,7 +359,7 @@ class PageCacheState:
         self._files: dict[str, list[bool]] = {}
 
     def cached_ranges(self, name: str, descriptor: int) -> list[bool]:
-        """Return for every 8 MiB of a file whether they were cached, judged by the page in the middle."""
+        """Return, for each 8 MiB of a file, whether it was cached, judging by the page in its middle."""
         with self._lock:
             if name not in self._files:
                 size = os.fstat(descriptor).st_size
@@ -415,7 +420,7 @@ class _LocalDigester:
 
     def close(self) -> None:
         if self._descriptor >= 0:
-            # Also drop what the kernel read ahead beyond the last chunk.
+            # Also drop what the kernel has read ahead beyond the last chunk.
             if not self._before.keeps and not any(self._warm):
                 os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(self._descriptor)
@@ -428,10 +433,11 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 def _resident(descriptor: int, offset: int) -> bool:
     """Return whether the file's page at `offset` is in the page cache, without loading it."""
     try:
-        # A private mapping: ctypes exposes the address of writable mappings only. Nothing is written to it.
+        # A writable private mapping, because ctypes gives the address of writable mappings only. Nothing is written to
+        # it.
         mapped = mmap.mmap(descriptor, PAGE, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
     except ValueError:
-        return False  # the file ends before
+        return False  # the file ends before this offset
     with mapped as page:
         start = ctypes.c_char.from_buffer(page)
         seen = (ctypes.c_ubyte * 1)()

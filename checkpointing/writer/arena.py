@@ -1,7 +1,7 @@
-"""The arena: a rank's memfd with copies of its state, and a record of each copy's contents.
+"""The arena: a rank's memfd, which holds copies of its state and a record of each copy's contents.
 
-Layout: a page with the shape, then alternating *record* areas and buffers, all page-aligned. Rank and writer process
-both map it. A record is valid only if it is whole and belongs to the arena's plan.
+Layout: a page with the shape, then alternating *record* areas and buffers, all page-aligned. Both the rank and the
+writer process map it. A record is valid only if it is complete and belongs to the arena's plan.
 """
 
 import json
@@ -21,16 +21,16 @@ from checkpointing.storage.digests import CHUNK
 from checkpointing.storage.shared_memory import PAGE, whole_pages
 
 _SHAPE_MARK, _RECORD_MARK = b"orchare1", b"orchrec1"
-_SEAL = struct.Struct("<8sQ16s")  # mark, length of the payload, its xxh3-128
-_DIGEST_ROOM = 40  # a chunk's digest in JSON
-_FILE_ROOM = 512  # a file's name, sizes and one shorter last chunk
+_SEAL = struct.Struct("<8sQ16s")  # mark, length of the payload, xxh3-128 of the payload
+_DIGEST_ROOM = 40  # a chunk's digest as JSON
+_FILE_ROOM = 512  # a file's name, its sizes and the digest of a shorter last chunk
 _MOST_FILES = 64
 
 
 @peer_message
 @dataclass(frozen=True, kw_only=True)
 class BufferRecord:
-    """Contents of a buffer: the files of one rank at one step, with digests and offsets in the buffer."""
+    """A buffer's contents: one rank's files at one step, with their digests and their offsets in the buffer."""
 
     step: int
     plan: str
@@ -42,7 +42,7 @@ class BufferRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class _ArenaShape:
-    """Shape of an arena; `stamp` is unique to this shape."""
+    """An arena's shape. `stamp` is unique to this shape."""
 
     plan: str = ""
     buffer_bytes: int = 0
@@ -62,9 +62,9 @@ class _ArenaShape:
 
 
 class Arena:
-    """A side's view of the memory behind `descriptor`, which it owns; views of the memory keep it mapped.
+    """One side's view of the memory behind `descriptor`, which it owns. Views of the memory keep it mapped.
 
-    WARNING: reshape it only while no order for it is in flight, because that changes the data being read.
+    WARNING: reshape it only while no order for it is in flight, because reshaping changes the data being read.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -74,12 +74,12 @@ class Arena:
 
     @classmethod
     def create(cls, name: str = "orch-arena") -> "Arena":
-        """Create a new memory without a shape; it appears in no folder and is freed with its last descriptor."""
+        """Create a new memory file without a shape. It appears in no folder and is freed with its last descriptor."""
         return cls(os.memfd_create(name, os.MFD_CLOEXEC))
 
     @property
     def plan(self) -> str:
-        """Hash of the plan that the buffers are laid out for; empty without a shape."""
+        """Hash of the plan that the buffers are laid out for; empty if there is no shape."""
         return self._shape.plan
 
     @property
@@ -92,13 +92,13 @@ class Arena:
 
     @property
     def stamp(self) -> str:
-        """Identifier of this shape; the other side remaps the memory when it receives a different one."""
+        """Identifier of this shape. The other side remaps the memory when it receives a different one."""
         return self._shape.stamp
 
     def shape(self, buffer_bytes: int, buffers: int, plan: str, extra_room: int = 0) -> None:
-        """Create new zeroed buffers without records; raises OSError if there is not enough memory.
+        """Create new zeroed buffers without records. Raises OSError if there is not enough memory.
 
-        A record has room for `extra_room` bytes of the caller's own facts. `buffer_bytes` is rounded up to pages.
+        A record has room for `extra_room` bytes of the caller's own facts. `buffer_bytes` is rounded up to whole pages.
         """
         assert plan, "an arena without a plan has no shape"
         whole = whole_pages(buffer_bytes)
@@ -113,14 +113,14 @@ class Arena:
         _seal(self._memory[:PAGE], _SHAPE_MARK, json.dumps(asdict(shape)).encode())
 
     def _forget(self) -> None:
-        """Release all pages; the file never shrinks, because access past its end would kill the other side."""
+        """Release all pages. The file never shrinks, because accessing it past its end would kill the other side."""
         size = os.fstat(self.descriptor).st_size
         if size:
             shared_memory.punch_hole(self.descriptor, size)
         self._shape, self._memory = _ArenaShape(), memoryview(b"")
 
     def reload(self) -> None:
-        """Map the current shape of the memory."""
+        """Map the memory in its current shape."""
         shape = self._shape_found()
         if shape.stamp != self._shape.stamp:
             self._map(shape)
@@ -136,12 +136,12 @@ class Arena:
         self._shape = shape
 
     def populate(self) -> None:
-        """Populate this process's page table now instead of at the first use of each page."""
+        """Populate this process's page table now instead of on first use of each page."""
         shared_memory.populate(self._memory)
 
     def use_huge_pages(self, stopped: Callable[[], bool]) -> None:
-        """Collapse the memory into huge pages if possible; takes seconds per GiB, and both sides benefit."""
-        memory = self._memory  # stays mapped even if the shape changes meanwhile
+        """Collapse the memory into huge pages if possible. This takes seconds per GiB, and both sides benefit."""
+        memory = self._memory  # stays mapped even if the shape changes in the meantime
         shared_memory.use_huge_pages(memory, stopped)
 
     def buffer(self, index: int) -> memoryview:
@@ -156,17 +156,17 @@ class Arena:
         return self._memory[start : start + self._shape.record_bytes]
 
     def clear(self, index: int) -> None:
-        """Invalidate the record of a buffer; call this before writing into the buffer."""
+        """Invalidate a buffer's record. Must be called before writing into the buffer."""
         self._record_area(index)[: _SEAL.size] = bytes(_SEAL.size)
 
     def publish(self, index: int, record: BufferRecord) -> None:
-        """Record a buffer's contents as valid; raises ValueError if the record does not fit its area."""
-        assert record.plan == self.plan, "a record of another plan"
+        """Record a buffer's contents as valid. Raises ValueError if the record does not fit its area."""
+        assert record.plan == self.plan, "a record from another plan"
         self.clear(index)
         _seal(self._record_area(index), _RECORD_MARK, encode(record))
 
     def record(self, index: int) -> BufferRecord | None:
-        """Return the record of a buffer; None if it is missing, torn or invalid."""
+        """Return a buffer's record; None if it is missing, torn or invalid."""
         if index >= self.buffers:
             return None
         payload = _unseal(self._record_area(index), _RECORD_MARK)
@@ -176,7 +176,7 @@ class Arena:
         return record if record.plan == self.plan else None
 
     def close(self) -> None:
-        """Close the descriptor; the memory is freed once no view of it is left on any side."""
+        """Close the descriptor. The memory is freed once neither side has a view of it left."""
         self._shape, self._memory = _ArenaShape(), memoryview(b"")
         if self.descriptor >= 0:
             os.close(self.descriptor)
@@ -192,7 +192,7 @@ def _seal(area: memoryview, mark: bytes, payload: bytes) -> None:
 
 
 def _unseal(area: memoryview, mark: bytes) -> bytes | None:
-    """Return the payload below a seal; None if the seal is missing or torn."""
+    """Return the payload under a seal; None if the seal is missing or torn."""
     found, length, claimed = _SEAL.unpack(area[: _SEAL.size])
     if found != mark or length > len(area) - _SEAL.size:
         return None

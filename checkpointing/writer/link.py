@@ -20,14 +20,14 @@ _LEAVE_SECONDS = 2.0
 
 
 class WriterLost(ConnectionError):
-    """The writer process is gone; unreported writes are not durable, and the buffers are no longer read."""
+    """The writer process is gone. Unreported writes are not durable, and the buffers are no longer read."""
 
 
 class WriterLink:
-    """A writer process over a stream socket; uses two descriptors in total, the socket's and the arena's.
+    """Link to a writer process over a stream socket. It uses two descriptors in all: the socket's and the arena's.
 
-    Every future ends with its result, with an OSError (errno kept), or with WriterLost if the process is gone. Once a
-    `write` has ended in any of these ways, its buffer is no longer read.
+    Every future completes with its result, with an OSError that keeps its errno, or with WriterLost if the process is
+    gone. Once a `write` has completed in any of these ways, its buffer is no longer read.
     """
 
     def __init__(self, stream: socket.socket, arena: Arena, process: "subprocess.Popen[bytes] | None" = None) -> None:
@@ -41,9 +41,9 @@ class WriterLink:
 
     @classmethod
     def start(cls, arena: Arena | None = None, label: str = "") -> "WriterLink":
-        """Start a private writer over a new arena or the given one; it dies with this process.
+        """Start a private writer over a new arena or the given one. It dies with this process.
 
-        Returns while the process is still starting; a failed start is reported as WriterLost.
+        Returns while the process is still starting. A failed start is reported as WriterLost.
         """
         arena = arena if arena is not None else Arena.create()
         ours, theirs = socket.socketpair()
@@ -55,11 +55,11 @@ class WriterLink:
 
     @classmethod
     def attach(cls, socket_fd: int, arena_fd: int, patience: float = _PATIENCE) -> "WriterLink":
-        """Attach to a writer that another process owns; both descriptors then belong to the link.
+        """Attach to a writer that another process owns. Both descriptors then belong to the link.
 
         Returns once no order of an earlier generation touches the arena. A writer that has just died is replaced by a
-        private one over the same memory. Raises WriterLost if the writer does not answer; it may then touch that memory
-        at any time.
+        private one over the same memory. Raises WriterLost if the writer does not answer; it may then still touch that
+        memory at any time.
         """
         link = cls(socket.socket(fileno=socket_fd), Arena(arena_fd))
         try:
@@ -72,7 +72,7 @@ class WriterLink:
         return link
 
     def replacement(self) -> "WriterLink":
-        """Return a private writer that replaces a lost one over the same arena; this link is closed."""
+        """Close this link, whose writer is lost, and return one to a new private writer over the same arena."""
         self._disconnect()
         return WriterLink.start(self.arena)
 
@@ -82,7 +82,7 @@ class WriterLink:
         return not self._lost
 
     def write(self, order: WriteOrder) -> "Future[WriteResult]":
-        """Write files out of a buffer; the buffer must not change before the future has ended."""
+        """Write files out of a buffer, which must not change until the future is done."""
         return self._request({"do": "write", "order": order, "stamp": self.arena.stamp})
 
     def put(self, place: str, folder: str, name: str, blob: bytes) -> "Future[FileEntry]":
@@ -94,15 +94,15 @@ class WriterLink:
         return self._request({"do": "copy", "order": order})
 
     def ping(self) -> "Future[None]":
-        """Return a future that ends when the writer answers, even if its disks hang."""
+        """Return a future that completes when the writer answers, even if its disks hang."""
         return self._request({"do": "ping"})
 
     def warm(self) -> "Future[None]":
-        """Make the writer map the arena's newest shape with all its pages, ahead of the first order."""
+        """Make the writer map the arena's newest shape with all its pages before the first order."""
         return self._request({"do": "warm", "stamp": self.arena.stamp})
 
     def cancel(self) -> None:
-        """Cancel orders in flight between two blocks; their futures end with OSError (ECANCELED)."""
+        """Cancel the orders in flight, each between two blocks. Their futures fail with OSError (ECANCELED)."""
         self._request({"do": "cancel"})
 
     def _request(self, header: dict[str, Any], blob: bytes = b"") -> "Future[Any]":
@@ -117,7 +117,8 @@ class WriterLink:
         try:
             self._messages.send({"id": number, **header}, blob)
         except OSError:
-            # Answers already sent can still be read; the reader then sees the end and ends the futures.
+            # Answers that have already been sent can still be read. The reader then sees the end of the stream and
+            # fails the remaining futures.
             self._messages.disconnect()
         return future
 
@@ -144,7 +145,7 @@ class WriterLink:
             future.set_result(result)
 
     def close(self) -> None:
-        """Abandon orders in flight and close the connection; a private writer process ends with it."""
+        """Abandon orders in flight and close the connection. A private writer process ends with it."""
         try:
             self._disconnect()
         finally:
@@ -160,6 +161,6 @@ class WriterLink:
                 self._process.wait(_LEAVE_SECONDS)
             except subprocess.TimeoutExpired:
                 self._process.kill()
-                # A process that hangs in the kernel on a dead disk cannot be killed and must be left behind.
+                # A process that hangs in the kernel on a dead disk cannot be killed, so it is left behind.
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(_LEAVE_SECONDS)

@@ -1,8 +1,8 @@
-"""The writer process: writes a rank's checkpoints without torch and outlives the rank.
+"""The writer process, which writes a rank's checkpoints without torch and can outlive the rank.
 
 Started as `python -P -m checkpointing.writer.process one|many SOCKET ARENA PARENT LABEL`. `one` serves the rank at the
 other end of SOCKET and ends with it. `many` receives connections over SOCKET, one per generation, and ends with its
-owner. ARENA is the descriptor of the memory, PARENT the pid of the process that started this one.
+owner. ARENA is the memory's descriptor, PARENT the pid of the process that started this one.
 """
 
 import contextlib
@@ -41,19 +41,19 @@ _IGNORED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 
 
 def ignore_slurm_signals() -> None:
-    """Ignore signals that Slurm and terminals send to all processes; the writer ends only with its owner."""
+    """Ignore the signals that Slurm and terminals send to all processes. The writer ends only with its owner."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
 
 
 def lower_priority() -> None:
-    """Take the lowest normal CPU and I/O priority; refusals are ignored."""
+    """Take the lowest normal CPU and I/O priority. Errors are ignored."""
     with contextlib.suppress(OSError):
         os.nice(_NICE)
     number = _IOPRIO_SET.get(platform.machine())
     if number is not None:
-        # Set before any thread starts: I/O priority belongs to threads, and new threads inherit it.
+        # Set before any thread starts, because I/O priority belongs to threads, and new threads inherit it.
         ctypes.CDLL(None).syscall(number, _WHOLE_PROCESS, 0, _BEST_EFFORT_LAST)
 
 
@@ -70,7 +70,7 @@ def exit_with_parent(parent: int, *, by_signal: bool) -> None:
         handle = os.pidfd_open(parent)
     except ProcessLookupError:
         os._exit(0)
-    if os.getppid() != parent:  # it died before it could be watched
+    if os.getppid() != parent:  # the parent died before it could be watched
         os._exit(0)
     threading.Thread(target=_wait_and_exit, args=(handle,), name="parent", daemon=True).start()
 
@@ -86,7 +86,7 @@ _PATIENCE = 5.0
 
 
 class WriterSession:
-    """A rank's connection: reads orders and answers each when it is done."""
+    """A rank's connection. Reads orders and answers each one when it is done."""
 
     def __init__(self, stream: socket.socket, arena: Arena) -> None:
         self._messages, self._arena, self._orders = MessageStream(stream), arena, OrderThreads()
@@ -97,7 +97,10 @@ class WriterSession:
         self._thread.start()
 
     def serve(self) -> None:
-        """Serve until the rank is gone; its orders are abandoned, except work that completes its memory copy."""
+        """Serve until the rank is gone.
+
+        Its orders are then abandoned, except for work needed to finish a memory copy.
+        """
         try:
             while (message := self._messages.receive()) is not None:
                 header, blob = message
@@ -111,7 +114,7 @@ class WriterSession:
             self._orders.cancel()
 
     def end(self) -> None:
-        """End before the next connection; after return, no order of this one touches the arena."""
+        """End the session before the next connection. Afterwards, none of its orders touches the arena."""
         self._messages.disconnect()
         self._thread.join()
         self._orders.quiesce(_PATIENCE)
@@ -145,7 +148,7 @@ class WriterSession:
                 self._answer(number, {"result": None})
 
     def _reload_arena(self, stamp: str) -> None:
-        """Map the shape that the rank has given to the arena in the meantime."""
+        """Map the shape that the rank has since given the arena."""
         if self._arena.stamp != stamp:
             self._arena.reload()
 
@@ -162,12 +165,12 @@ class WriterSession:
 
 
 def _serve_many(control: socket.socket, arena: Arena) -> None:
-    """Serve connections handed over by the owner, one after the other; a new one ends the previous one."""
+    """Serve connections handed over by the owner, one at a time. A new one ends the previous one."""
     session: WriterSession | None = None
     while True:
         try:
             _, descriptors, _, _ = socket.recv_fds(control, 1, 1, socket.MSG_CMSG_CLOEXEC)
-        except ConnectionError:  # the owner has left without reading all replies
+        except ConnectionError:  # the owner exited without reading all replies
             return
         if not descriptors:
             return
@@ -176,11 +179,11 @@ def _serve_many(control: socket.socket, arena: Arena) -> None:
         session = WriterSession(socket.socket(fileno=descriptors[0]), arena)
         session.start()
         with contextlib.suppress(ConnectionError):
-            control.send(b"t")  # taken; an owner that misses this replaces a stopped or stuck writer
+            control.send(b"t")  # taken; without this reply, the owner replaces the writer as stopped or stuck
 
 
 def main(arguments: list[str]) -> None:
-    """Run as the writer of the process that started this one."""
+    """Run as the writer for the process that started this one."""
     kind, entrance, memory, parent, label = arguments
     ignore_slurm_signals()
     lower_priority()

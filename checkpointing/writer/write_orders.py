@@ -1,4 +1,4 @@
-"""Write orders: messages between a rank and its writer, and the threads that execute them.
+"""Write orders, the messages between a rank and its writer, and the threads that carry out orders.
 
 A message is a 4-byte length, the header, and a blob whose size is in the header's `blob`.
 """
@@ -27,17 +27,17 @@ T = TypeVar("T")
 
 
 class CancelToken:
-    """Cancellation of one order: `cancel` stops its I/O between two blocks, `halt` also its access to memory and arena.
+    """Cancels one order.
 
-    A cancelled order still digests its buffer and publishes the record: that copy is whole, and may be the only one
-    left.
+    `cancel` stops its I/O between two blocks; `halt` also stops its access to memory and the arena. A cancelled order
+    still digests its buffer and publishes the record: that copy is complete and may be the only one left.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._cancelled, self._halted = threading.Event(), False
         self.settled = threading.Event()
-        """Set once the order needs the buffer's bytes only to write them out."""
+        """Set once the order needs the buffer's bytes only for writing them out."""
 
     def cancel(self) -> None:
         self._cancelled.set()
@@ -46,7 +46,7 @@ class CancelToken:
         return self._cancelled.is_set()
 
     def sleep(self, seconds: float) -> None:
-        """Sleep; wake up immediately when the order is cancelled."""
+        """Sleep, but wake up immediately when the order is cancelled."""
         self._cancelled.wait(seconds)
 
     def check(self) -> None:
@@ -55,7 +55,7 @@ class CancelToken:
             raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
 
     def halt(self) -> None:
-        """Cancel the order; after return, no action guarded by `unless_halted` starts or runs."""
+        """Cancel the order. Afterwards, no action guarded by `unless_halted` starts or runs."""
         self._cancelled.set()
         with self._lock:
             self._halted = True
@@ -64,14 +64,14 @@ class CancelToken:
         return self._halted
 
     def unless_halted(self, act: Callable[[], None]) -> None:
-        """Call `act` while `halt` is locked out; do nothing after a halt."""
+        """Call `act` while `halt` is locked out. Do nothing after a halt."""
         with self._lock:
             if not self._halted:
                 act()
 
 
 class OrderThreads:
-    """Threads for orders, one each, so that an order hung in the kernel on a dead disk does not block the others."""
+    """Threads for orders, one each, so that an order hanging in the kernel on a dead disk does not block the others."""
 
     def __init__(self) -> None:
         self._running: set[CancelToken] = set()
@@ -79,7 +79,7 @@ class OrderThreads:
         self._changed = threading.Condition()
 
     def start(self, act: Callable[[CancelToken], T], *, reads_memory_for: str = "") -> "Future[T]":
-        """Start an order; the future carries its result or exception.
+        """Start an order. The future receives its result or exception.
 
         `reads_memory_for` is the path or URL to which the order writes data from the arena.
         """
@@ -90,11 +90,11 @@ class OrderThreads:
         else:
             cancel_token.settled.set()
         self._running.add(cancel_token)
-        # A daemon thread: a process that exits does not wait for a disk that never answers.
+        # A daemon thread, so that an exiting process does not wait for a disk that never answers.
         thread = threading.Thread(target=self._run, args=(cancel_token, future, act), name="order", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # no room for another thread
+        except RuntimeError:  # no more threads can be started
             self._end(cancel_token)
             raise
         return future
@@ -117,17 +117,20 @@ class OrderThreads:
             self._changed.notify_all()
 
     def until_unread(self, place: str) -> None:
-        """Wait until no order writes from memory to `place`; other disks may hang."""
+        """Wait until no order is writing from memory to `place`.
+
+        Orders for other disks, which may hang, do not matter.
+        """
         with self._changed:
             self._changed.wait_for(lambda: place not in self._readers.values())
 
     def cancel(self) -> None:
-        """Ask all orders to stop; returns immediately."""
+        """Ask all orders to stop. Returns immediately."""
         for cancel_token in list(self._running):
             cancel_token.cancel()
 
     def quiesce(self, patience: float) -> None:
-        """Cancel all orders, wait up to `patience` seconds for digests, then prevent further records."""
+        """Cancel all orders, wait up to `patience` seconds for their digests, then prevent further records."""
         self.cancel()
         give_up = time.monotonic() + patience
         for cancel_token in list(self._running):
@@ -142,9 +145,10 @@ _HEAD_START = 0.001
 @peer_message
 @dataclass(frozen=True, kw_only=True)
 class WriteOrder:
-    """Order to write parts of a buffer as new files of a checkpoint; `publish` also publishes the record in the arena.
+    """Order to write parts of a buffer as new files of a checkpoint.
 
-    With `places`, one per file, the files are regions of files that other ranks also write.
+    With `publish`, the arena's record is published too. With `places`, one per file, the files are regions of files
+    that other ranks also write to.
     """
 
     place: str  # root path or URL
@@ -161,7 +165,7 @@ class WriteOrder:
 @peer_message
 @dataclass(frozen=True, kw_only=True)
 class WriteResult:
-    """Durable result of a write order; `direct` if all of it bypassed the page cache.
+    """Result of a write order whose files are durable. `direct` means that everything bypassed the page cache.
 
     `filled` has the digest of each file's last chunk, zero-padded to the chunk's end.
     """
@@ -175,17 +179,17 @@ class WriteResult:
 def _write_part(
     storage: Storage, path: str, data: memoryview, at: int | None, cancel_token: CancelToken
 ) -> bool:  # fmt: skip
-    """Write a file, or a region of one that begins at `at`; return True if the page cache was bypassed."""
+    """Write a file, or the region of a file that begins at `at`. Return True if the page cache was bypassed."""
     if _is_plain_folder(storage):
         return write_direct(storage.root / path, data, cancelled=cancel_token.is_cancelled, at=at)
     if at is not None:
-        raise OSError(errno.EOPNOTSUPP, "several ranks cannot write one object", path)
+        raise OSError(errno.EOPNOTSUPP, "several ranks cannot write to one object", path)
     sink = storage.create(path)
     try:
         for start in range(0, len(data), BLOCK):
             cancel_token.check()
             sink.write(data[start : start + BLOCK])
-        cancel_token.check()  # an object store shows the file from here on; another process may own it by now
+        cancel_token.check()  # closing makes an object visible, and another process may own the file by now
     except OSError:
         sink.abort()
         raise
@@ -194,14 +198,14 @@ def _write_part(
 
 
 def _is_plain_folder(storage: Storage) -> TypeGuard[LocalStorage]:
-    # A storage derived from LocalStorage, for example by a test, must see every byte.
+    # A subclass of LocalStorage, for example in a test, must see every byte.
     return type(storage) is LocalStorage
 
 
 def write_files(
     order: WriteOrder, arena: Arena, cancel_token: CancelToken, storage: Storage | None = None
 ) -> WriteResult:
-    """Write and digest the files and publish the record; raises OSError with its errno.
+    """Write and digest the files and publish the record. Raises OSError with its errno.
 
     Once it returns or raises, the buffer is no longer read. The buffer is digested and its record published even if
     the write fails, because the copy in memory is still good.
@@ -229,7 +233,7 @@ def write_files(
 def _write_all(
     storage: Storage, folder: str, parts: Sequence[tuple[str, memoryview, int | None]], cancel_token: CancelToken
 ) -> bool:  # fmt: skip
-    """Write a few files at a time, durably; once all threads have stopped, raise the first failure."""
+    """Durably write a few files at a time. Once all threads have stopped, raise the first failure."""
     if _is_plain_folder(storage):
         make_folder(storage.root / folder)
     with ThreadPoolExecutor(max(1, min(len(parts), _MOST_AT_ONCE)), thread_name_prefix="file") as pool:
@@ -260,7 +264,7 @@ class _DigestThread(threading.Thread):
         self.filled: list[str] = []
 
     def run(self) -> None:
-        # The writes go first: this thread starts on the core of the thread that is about to submit them, and would
+        # The writes go first. This thread starts on the core of the thread that is about to submit them, and would
         # occupy it for a whole time slice.
         time.sleep(_HEAD_START)
         files = []
@@ -287,7 +291,7 @@ class _DigestThread(threading.Thread):
             step=order.step, plan=order.plan, name=order.folder, extra=order.extra, files=files,
             places=tuple(offset for _, offset, _ in order.files),
         )  # fmt: skip
-        # A record too large for its area only costs the copy in memory its record.
+        # If a record is too large for its area, the copy in memory merely has no record.
         with contextlib.suppress(ValueError):
             self._cancel_token.unless_halted(lambda: self._arena.publish(order.buffer, record))
 
@@ -299,14 +303,14 @@ Message = tuple[dict[str, Any], bytes]
 
 
 class MessageStream:
-    """One end of a socket, which it owns; any thread may send, but only one may receive."""
+    """One end of a socket, which it owns. Any thread may send, but only one may receive."""
 
     def __init__(self, stream: socket.socket) -> None:
         stream.settimeout(None)  # a program's `socket.setdefaulttimeout` must not affect this socket
         self._stream, self._lock = stream, threading.Lock()
 
     def send(self, header: dict[str, Any], blob: bytes = b"") -> None:
-        """Send one whole message; raises OSError if the other side is gone."""
+        """Send one whole message. Raises OSError if the other side is gone."""
         data = encode({**header, "blob": len(blob)})
         with self._lock:
             self._stream.sendall(_LENGTH.pack(len(data)) + data)
@@ -326,7 +330,7 @@ class MessageStream:
         return (header, blob) if header and len(blob) == header["blob"] else None
 
     def _exactly(self, size: int) -> bytes:
-        """Return `size` bytes, or no bytes if the stream ends earlier."""
+        """Return `size` bytes, or b"" if the stream ends first."""
         pieces, left = [], size
         while left:
             piece = self._stream.recv(min(left, 1 << 20))
@@ -337,7 +341,7 @@ class MessageStream:
         return b"".join(pieces)
 
     def disconnect(self) -> None:
-        """Shut the connection down for both sides and wake a reader; the descriptor stays open until `close`."""
+        """Shut the connection down for both sides and wake up a reader. The descriptor stays open until `close`."""
         try:
             self._stream.shutdown(socket.SHUT_RDWR)
         except OSError:  # the other side disconnected first
@@ -356,7 +360,7 @@ def encode_error(error: BaseException) -> dict[str, Any]:
 
 
 def decode_error(fault: dict[str, Any]) -> OSError:
-    """Return the error from a message with its errno; an error without errno becomes a plain OSError."""
+    """Return the error from a message, with its errno. An error without an errno becomes a plain OSError."""
     if fault["errno"] is None:
         return OSError(fault["text"])
     return OSError(fault["errno"], fault["text"], *([fault["file"]] if fault["file"] else []))

@@ -38,7 +38,7 @@ def test_saves_that_fail_are_reported_and_end_in_a_new_job(user: User) -> None:
     done = user.run("drill", "--demo", "full-disk", "--json", "--root", str(user.root), timeout=380)
     card = json.loads(done.stdout)["data"]
     assert (done.returncode, card["passed"], card["failure"]) == (0, True, "storage"), done.stderr
-    assert card["noticed"] == f"limit on file sizes reached (ulimit -f) ({user.root}/{card['run']}/checkpoints)"
+    assert card["noticed"] == f"file size limit reached (ulimit -f) ({user.root}/{card['run']}/checkpoints)"
     assert card["steps_lost"] == 21, "max_unsaved_steps is 20"
     first, second = user.show(card["run"])["attempts"]
     assert (first["failure"]["kind"], second["resumed_from"]) == ("storage", 20)

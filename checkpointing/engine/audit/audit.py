@@ -1,4 +1,4 @@
-"""Verification levels 3 and 4: structure and values of a checkpoint."""
+"""Verification levels 3 and 4: a checkpoint's structure and values."""
 
 import math
 import time
@@ -63,9 +63,9 @@ def strays(storage: Storage, manifest: Manifest) -> list[Fault]:
 def structure_faults(
     storage: Storage, manifest: Manifest, choose_files: ChooseFiles | None = None
 ) -> tuple[Index | None, list[Fault]]:
-    """Return a checkpoint's index, or None if it is damaged, and the faults of the structure.
+    """Return a checkpoint's index (None if it is damaged) and the faults in its structure.
 
-    `choose_files` selects the files whose records are read here.
+    `choose_files` selects the files whose records this reader checks.
     """
     faults = strays(storage, manifest)
     try:
@@ -96,7 +96,9 @@ def disagreements(index: Index, metadata: Metadata) -> list[Fault]:
     places, ours = _places(theirs), _places(index)
     for place in sorted(places.keys() | ours.keys()):
         if places.get(place) != ours.get(place):
-            faults.append(_metadata_fault(place[0], f"has its shard at {place[1]} elsewhere than in {INDEX}"))
+            faults.append(
+                _metadata_fault(place[0], f"has its shard at {place[1]} in a different place than in {INDEX}")
+            )
     return faults
 
 
@@ -113,7 +115,7 @@ def _kind(info: TensorInfo | None) -> str:
 
 
 def cover_faults(index: Index) -> list[Fault]:
-    """Return gaps and overlaps: every value must be in exactly one piece, of the right number of bytes."""
+    """Return faults for gaps, overlaps and wrong sizes: every value must be in exactly one piece."""
     pieces: dict[str, list[Piece]] = defaultdict(list)
     for piece in index.pieces:
         pieces[piece.key].append(piece)
@@ -141,7 +143,7 @@ def _cover(info: TensorInfo, pieces: Sequence[Piece]) -> str:
 
 
 def _outside(index: Index, files: Mapping[str, FileEntry]) -> Iterator[Fault]:
-    """Yield faults for records that overlap, or that no file holds."""
+    """Yield faults for records that overlap, run past the end of their file, or are in an unlisted file."""
     for file, pieces in _by_file(index.pieces).items():
         entry = files.get(file)
         if entry is None:
@@ -160,14 +162,14 @@ def _outside(index: Index, files: Mapping[str, FileEntry]) -> Iterator[Fault]:
 def record_faults(
     storage: Storage, manifest: Manifest, index: Index, choose_files: ChooseFiles | None = None
 ) -> list[Fault]:
-    """Return faults for records that contradict the index; plain `torch.load` would read the records."""
+    """Return faults for records that contradict the index, because plain `torch.load` reads the records instead."""
     faults = []
     by_file = _by_file(index.pieces)
     for file in choose_files(list(by_file), manifest) if choose_files else by_file:
         pieces, entry = by_file[file], manifest.file(file)
         assert entry is not None
         with storage.open(f"{manifest.name}/{file}") as stream:
-            # Whole chunks: a record needs many small reads, and each is a request on remote storage.
+            # Reads whole chunks: a record needs many small reads, each of which would be a request to remote storage.
             verified = VerifiedFile(stream, entry, manifest.name)
             for piece in pieces:
                 reason = _record_reason(verified.read, piece, index.tensors[piece.key])
@@ -206,7 +208,7 @@ class TensorExpectations:
     """Tensors that must exist."""
 
     readable: Mapping[str, Callable[[str, Tensor], str]] = field(default_factory=dict)
-    """By key prefix: a function that returns the fault in a key's tensor, or an empty string."""
+    """For each key prefix, a function that returns the fault in a key's tensor, or an empty string."""
 
     trained: Callable[[Index], Collection[str]] = lambda index: ()
     """Keys whose values must not be NaN. Infinities are legal everywhere: masks contain them."""
@@ -247,10 +249,10 @@ def audit_checkpoint(
     storage: Storage, name: str, level: int, progress: Progress | None = None, expect: Expect | None = None,
     share: AuditShare = WHOLE,
 ) -> Report:  # fmt: skip
-    """Verify at level 3 or 4, after level 2 has found all bytes intact.
+    """Verify at level 3 or 4, once level 2 has found all bytes intact.
 
-    The first level that finds faults is the last one run. Values pass through memory shard by shard. Several readers
-    with one `share` each read every byte once between them; `merge_reports` joins their reports.
+    Stops at the first level that finds faults. Values pass through memory shard by shard. Several readers, each with
+    its own `share`, together read every byte once; `merge_reports` combines their reports.
     """
     if level not in AUDITS:
         raise ValueError(f"audit level {level}: must be one of {sorted(AUDITS)}")
@@ -264,7 +266,7 @@ def audit_checkpoint(
                 faults, read, seen = _audit_tensors(storage, manifest, level, progress, expect, share)
                 size += read
                 absent = level == 4 and share.leads and manifest.file(FINGERPRINTS) is None
-                notes = [*([f"no {FINGERPRINTS}: that part was not checked"] if absent else []), *seen]
+                notes = [*([f"no {FINGERPRINTS}: fingerprints were not checked"] if absent else []), *seen]
     return Report(
         ok=not faults, level=level, bytes=size, seconds=time.monotonic() - start, faults=tuple(faults),
         notes=tuple(notes),
@@ -272,7 +274,7 @@ def audit_checkpoint(
 
 
 def merge_reports(reports: Sequence[Report]) -> Report:
-    """Join the reports of all readers of one checkpoint; faults that name a chunk come first."""
+    """Merge the reports from all readers of one checkpoint; faults that name a chunk come first."""
     faults = list(dict.fromkeys(fault for report in reports for fault in report.faults))
     return Report(
         ok=not faults, level=reports[0].level, bytes=sum(report.bytes for report in reports),
@@ -284,11 +286,11 @@ def merge_reports(reports: Sequence[Report]) -> Report:
 
 @contextmanager
 def _read_twice(storage: Storage, name: str) -> Iterator[PageCacheState | None]:
-    """Keep read files in the page cache for a second reading, then restore the cache's earlier state."""
+    """Keep the files that are read in the page cache for a second pass, then restore the cache to its earlier state."""
     if not isinstance(storage, LocalStorage):
         yield None
         return
-    # Files that do not fit would evict other data and be evicted before the second reading.
+    # Files that do not fit would evict other data, and would themselves be evicted before the second pass.
     before = PageCacheState(keeps=_folder_bytes(storage, name) <= _available() // 4)
     try:
         yield before
@@ -304,7 +306,7 @@ def _folder_bytes(storage: Storage, name: str) -> int:
 
 
 def _available() -> int:
-    """Return the bytes of memory that the kernel can make available."""
+    """Return how many bytes of memory the kernel can make available."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 0)
 
@@ -332,7 +334,7 @@ def value_faults(
     storage: Storage, manifest: Manifest, index: Index, expected: TensorExpectations, progress: Progress | None = None,
     share: AuditShare = WHOLE,
 ) -> tuple[list[Fault], int, list[str]]:  # fmt: skip
-    """Load every value of the share once; return the faults, the bytes loaded, and notes."""
+    """Load every value in the share once; return the faults, the number of bytes loaded, and the notes."""
     known, faults = _fingerprints(storage, manifest, index)
     with SealedCheckpoint(storage, manifest, index, known) as sealed:
         keys = share.take(sealed.in_file_order(), sealed.nbytes)
@@ -343,7 +345,7 @@ def value_faults(
 
 
 class _Judge:
-    """Checker of values, one tensor at a time: fingerprints, NaN and infinities, and the owner's own checks."""
+    """Checks the values one tensor at a time: fingerprints, NaN and infinities, and the owner's own checks."""
 
     def __init__(
         self, sealed: SealedCheckpoint, expected: TensorExpectations, has_fingerprints: bool, total: int,
@@ -355,7 +357,7 @@ class _Judge:
         self.notes: list[str] = []
 
     def tensor(self, key: str) -> Iterator[Fault]:
-        """Yield the faults of one tensor."""
+        """Yield the faults in one tensor."""
         parts, not_finite, nans = list[tuple[int, int]](), 0, 0
         for piece in self._sealed.pieces(key):
             before = nans
@@ -375,13 +377,13 @@ class _Judge:
             self.notes.append(f"{key}: {not_finite} values are NaN or infinite")
         found, saved = combine(parts), self._sealed.fingerprints.get(key)
         if self._has_fingerprints and saved != found:
-            yield self._fault(key, f"fingerprint is {found}, but was {saved} at save")
+            yield self._fault(key, f"fingerprint is {found}, but was {saved} when saved")
         for beginning, judge in self._expected.readable.items():
             if key.startswith(beginning) and (reason := judge(key, self._sealed.read_tensor(key))):
                 yield self._fault(key, reason)
 
     def _fault(self, key: str, reason: str, piece: Piece | None = None) -> Fault:
-        """Return a fault that locates the values: their file and chunk, or those of the first value."""
+        """Return a fault that gives the file and chunk of the piece, or of the tensor's first piece."""
         piece = piece or next(iter(self._sealed.pieces(key)), None)
         entry = self._sealed.manifest.file(piece.file) if piece else None
         if piece is None or entry is None:
@@ -390,7 +392,7 @@ class _Judge:
 
 
 def _fingerprints(storage: Storage, manifest: Manifest, index: Index) -> tuple[dict[str, str] | None, list[Fault]]:
-    """Return the fingerprints taken at save, or None if the checkpoint has none, and their faults."""
+    """Return the fingerprints taken at save time (None if the checkpoint has none) and the faults in them."""
     try:
         known = read_fingerprints(storage, manifest)
     except ManifestError as error:

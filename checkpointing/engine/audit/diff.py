@@ -1,4 +1,4 @@
-"""Comparison of two checkpoints by tensor. Tensors with different fingerprints are read in row blocks."""
+"""Tensor-by-tensor comparison of two checkpoints. Tensors without equal fingerprints are read in blocks of rows."""
 
 import math
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def compare(first: SealedCheckpoint, second: SealedCheckpoint, progress: Progress | None = None) -> list[TensorDiff]:
     """Return the diff of every tensor in either checkpoint, largest relative difference first.
 
-    Only tensors without equal fingerprints are read, and verified as they are read. `progress` receives the bytes of
-    values compared. Raises CheckpointRefused or OSError.
+    Only tensors without equal fingerprints are read; they are verified as they are read. `progress` receives the number
+    of bytes compared. Raises CheckpointRefused or OSError.
     """
     keys = sorted(first.index.tensors.keys() | second.index.tensors.keys())
     found = [_diff_metadata(first, second, key) for key in keys]
@@ -29,7 +29,7 @@ def compare(first: SealedCheckpoint, second: SealedCheckpoint, progress: Progres
 
 
 def _diff_metadata(first: SealedCheckpoint, second: SealedCheckpoint, key: str) -> TensorDiff:
-    """Return the differences known before a tensor's values are read."""
+    """Return what is known about a tensor's differences before its values are read."""
     here, there = first.index.tensors.get(key), second.index.tensors.get(key)
     mark = first.fingerprints.get(key)
     equal = here is not None and here == there and mark is not None and mark == second.fingerprints.get(key)
@@ -47,7 +47,7 @@ def _compare_values(
     done, total, found = 0, sum(map(first.nbytes, keys)), []
     for key in keys:
         sums, info = _Sums(), first.index.tensors[key]
-        # Small enough for several copies in double precision.
+        # Small enough to hold several copies in double precision.
         for span in row_spans(info.shape, first.dtype(key).itemsize, BLOCK // 16):
             sums.add(first.read_rows(key, span), second.read_rows(key, span))
             done += span.nbytes
@@ -80,7 +80,7 @@ class _Sums:
             return
         self.different += different
         right = _wide(second)
-        # Equal bits count as equal values, including infinities and NaN.
+        # Values with equal bits count as equal, including infinities and NaN.
         apart = torch.where(same, torch.zeros((), dtype=left.dtype, device="cpu"), left - right)
         largest = float(apart.abs().max())
         self.largest = math.nan if math.isnan(largest) or math.isnan(self.largest) else max(self.largest, largest)
@@ -100,13 +100,13 @@ class _Sums:
 
 
 def _same(first: Tensor, second: Tensor) -> Tensor:
-    """Return a mask of the values with equal bits in two tensors of equal dtype and shape."""
+    """Return a mask of the values that are bitwise equal in two tensors of the same dtype and shape."""
     equal = _words(first) == _words(second)
     return equal.view(first.numel(), -1).all(dim=-1).view(first.shape) if equal.numel() > first.numel() else equal
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """Return the values as integers, two for each of the widest complex values."""
+    """Return the values as integers: two per value for the widest complex type, otherwise one."""
     word = _WORDS[min(8, tensor.itemsize)]
     return tensor.view(-1).view(word) if tensor.itemsize > 8 else tensor.view(word)
 

@@ -1,4 +1,4 @@
-"""Sealed checkpoints as tensors, which are read a few rows at a time to save memory."""
+"""Access to a sealed checkpoint's tensors, which are read a few rows at a time to save memory."""
 
 import math
 from collections import defaultdict
@@ -55,7 +55,7 @@ def row_spans(shape: tuple[int, ...], itemsize: int, limit: int = 0) -> Iterator
 
 
 class SealedCheckpoint:
-    """Reader of tensors and shards that compares every chunk with its digest; raises CheckpointRefused or OSError."""
+    """Reader of tensors and shards that compares every chunk with its digest. Raises CheckpointRefused or OSError."""
 
     def __init__(
         self, storage: Storage, manifest: Manifest, index: Index, fingerprints: Mapping[str, str] | None = None
@@ -102,7 +102,10 @@ class SealedCheckpoint:
         return self._pieces[key]
 
     def in_file_order(self) -> list[str]:
-        """Return all tensors in the file order of their first shards; in this order every chunk is read about once."""
+        """Return all tensor keys, ordered by where their first shards are stored.
+
+        Reading in this order reads each chunk about once.
+        """
         places = {key: (pieces[0].file, pieces[0].start) for key, pieces in self._pieces.items() if pieces}
         return sorted(self.index.tensors, key=lambda key: (places.get(key, ("", 0)), key))
 
@@ -148,7 +151,7 @@ class SealedCheckpoint:
         return torch.frombuffer(held, dtype=torch.uint8).view(dtype)
 
     def _file(self, name: str) -> VerifiedFile:
-        """Return a file; keep the latest few open, because the shards of one row may be in several files."""
+        """Return an open file. The most recent few stay open, because the shards of one row may be in several files."""
         if name in self._open:
             self._open[name] = self._open.pop(name)
             return self._open[name][1]

@@ -1,1 +1,1 @@
-"""Rank communication: process group, messages, and failures of ranks."""
+"""Communication between ranks: process groups, messages, and rank failures."""

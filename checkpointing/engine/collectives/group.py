@@ -1,8 +1,8 @@
 """Collectives for the ranks that save and restore together, with failures as values.
 
-gloo treats any process that connects as a peer. Every message therefore carries an HMAC with the generation's key over
-the group, the number of the exchange, sender, receiver and contents. A message that no rank of this generation sent in
-this exchange is refused before it is parsed.
+gloo treats any process that connects as a peer. Every message therefore carries an HMAC, made with the generation's
+key, of the group, exchange number, sender, receiver and contents. A message that no rank of this generation sent in
+this exchange is rejected before it is parsed.
 """
 
 import errno
@@ -32,7 +32,7 @@ from checkpointing.storage.storage_errors import FULL
 
 
 def start_background_thread(act: Callable[[], None], name: str) -> threading.Thread:
-    """Start a daemon thread in which torch uses a single core, and leaves the others to training."""
+    """Start a daemon thread in which torch uses a single core, leaving the others to training."""
     mine, settled = torch.get_num_threads(), threading.Event()
 
     def run() -> None:
@@ -40,11 +40,11 @@ def start_background_thread(act: Callable[[], None], name: str) -> threading.Thr
         settled.set()
         act()
 
-    # A daemon thread: a rank that must die does not wait for peers that are already gone.
+    # A daemon thread, so that a rank that must exit does not wait for peers that are already gone.
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
     settled.wait()
-    # The thread count is per thread, but new threads start with the count that was set last.
+    # The setting is per thread, but new threads start with the most recently set value.
     torch.set_num_threads(mine)
     return thread
 
@@ -52,8 +52,8 @@ def start_background_thread(act: Callable[[], None], name: str) -> threading.Thr
 T = TypeVar("T")
 F = TypeVar("F")
 
-# Everything that reading, writing, torch and our own code may raise: a rank that fails in a collective operation must
-# report it to its peers, which otherwise wait for it. CheckpointException is a BaseException and must be listed.
+# Everything that reading, writing, torch and our own code may raise. A rank that fails in a collective operation must
+# tell its peers, which would otherwise wait for it. CheckpointException is a BaseException, so it must be listed.
 FAILURES = (
     ArithmeticError,
     AssertionError,
@@ -74,11 +74,11 @@ _PASSING = (OSError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError
 """Disk, memory and device errors that may not recur at a later save."""
 
 _NAMED_RANKS = 2
-"""Number of ranks whose failures are reported individually: a full disk is full for all of them."""
+"""Number of ranks whose failures are reported individually, because a full disk is full for all of them."""
 
 
 def explain(error: BaseException) -> str:
-    """Return the error as one line; a full disk is named as such."""
+    """Return a one-line description of the error, which says so if the disk is full."""
     if isinstance(error, (CheckpointRefused, SaveFailed)):
         return error.reason
     if isinstance(error, OSError):
@@ -89,7 +89,7 @@ def explain(error: BaseException) -> str:
 @peer_message
 @dataclass(frozen=True)
 class Failed:
-    """Failure that a rank sends instead of its result.
+    """A failure that a rank sends instead of its result.
 
     `final`: a retry cannot help. `lasting`: no later save can help either, because the user's program or orch would
     fail in the same way. `stuck`: an access did not return. `damaged`: the source of a copy is damaged.
@@ -115,7 +115,7 @@ class Failed:
 
     @classmethod
     def combine(cls, results: Sequence[object]) -> "Failed | None":
-        """Combine the failures among all ranks' results into one; return None if no rank failed."""
+        """Combine the failures in all ranks' results into one; return None if no rank failed."""
         failed = [(rank, result) for rank, result in enumerate(results) if isinstance(result, Failed)]
         if not failed:
             return None
@@ -135,7 +135,7 @@ class Failed:
 
 
 def result_or(act: Callable[[], T], failed: Callable[[BaseException], F]) -> T | F:
-    """Return the result of `act`, or `failed(error)`, so that peers are not left waiting."""
+    """Return the result of `act`, or `failed(error)` if it fails, so that peers are not left waiting."""
     try:
         return act()
     except FAILURES as error:
@@ -156,8 +156,8 @@ class UnauthenticatedPeer(RuntimeError):
 
     def __init__(self, rank: int) -> None:
         super().__init__(
-            f"a message in place of rank {rank}'s is not authenticated with this generation's key: another program has "
-            f"connected to the ports of this job's ranks. See docs/security.md to restrict access to that network"
+            f"the message received for rank {rank} is not authenticated with this generation's key: another program "
+            f"has connected to the ports of this job's ranks. See docs/security.md to restrict access to that network"
         )
 
 
@@ -175,11 +175,11 @@ class RankGroup:
         key: bytes = b"",
         leads_node: bool = True,
     ) -> None:
-        """Create the group; collective over the whole default group, so call it on the caller's main thread.
+        """Create the group. Collective over the whole default group, so it must be called on the caller's main thread.
 
-        `patience` is how long a member may keep the others waiting (default: as in the default group). `key` is known
-        only to the ranks of this generation; an empty key authenticates no messages. `leads_node`: this rank manages
-        its node's disks.
+        `patience` is how long a member may keep the others waiting (by default, as long as in the default group). `key`
+        is known only to the ranks of this generation; an empty key provides no authentication. `leads_node` means that
+        this rank manages its node's disks.
         """
         self._group: dist.ProcessGroup | None = None
         self.rank, self.size, self._leads_node = 0, 1, leads_node
@@ -196,7 +196,7 @@ class RankGroup:
         return self.rank == 0
 
     def looks_after(self, *, shared: bool) -> bool:
-        """Return whether this rank seals and deletes in a tier: rank 0 if it is shared, else one rank per node."""
+        """Return whether this rank seals and deletes in a tier: rank 0 in a shared tier, else one rank per node."""
         return self.leads if shared else self._leads_node
 
     def gather(self, value: T) -> list[T] | None:
@@ -222,7 +222,7 @@ class RankGroup:
         return self._verify_all(received, sizes, to=_ALL)
 
     def scatter(self, values: Sequence[T] | None) -> T:
-        """Return this rank's value from rank 0, which passes one per rank; the others pass None."""
+        """Return the value that rank 0 has for this rank. Rank 0 passes one value per rank; the others pass None."""
         if self.size == 1:
             assert values is not None
             return values[0]
@@ -236,7 +236,7 @@ class RankGroup:
         return mine
 
     def broadcast(self, value: Any) -> Any:
-        """Return rank 0's value on every rank, with the type that rank 0 sent."""
+        """Return rank 0's value on every rank, with the same type as on rank 0."""
         if self.size == 1:
             assert value is not None
             return value
@@ -248,12 +248,15 @@ class RankGroup:
         return self._verify(room, sender=0, to=_ALL)
 
     def from_leader(self, act: Callable[[], T]) -> T | Failed:
-        """Return the result or failure of `act`, which only rank 0 calls, on every rank."""
+        """Call `act` on rank 0 only; return its result or failure on every rank."""
         found: T | Failed = self.broadcast(result_or_failed(act) if self.leads else None)
         return found
 
     def minimum(self, numbers: Sequence[int]) -> list[int]:
-        """Return the element-wise minimum over all ranks, on every rank: 8 bytes each, not authenticated."""
+        """Return the element-wise minimum over all ranks, on every rank.
+
+        Each number takes 8 bytes and is not authenticated.
+        """
         if self.size == 1:
             return list(numbers)
         tensor = torch.tensor(list(numbers), dtype=torch.int64, device="cpu")
@@ -263,7 +266,7 @@ class RankGroup:
     # ---- messages
 
     def _next_message(self, value: Any, to: int) -> bytes:
-        """Start the next exchange and return this rank's message in it."""
+        """Start the next exchange and return this rank's message for it."""
         self._exchanges += 1
         return self._sign(value, to)
 
@@ -303,9 +306,9 @@ class RankGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The ranks of one generation; `facts` about them (sizes of the mesh) are recorded in every manifest.
+    """The ranks of one generation. `facts` about them (the mesh sizes) are recorded in every manifest.
 
-    `key` authenticates the ranks to each other; `leads_node`: this rank manages its node's disks.
+    `key` authenticates the ranks to each other. `leads_node` means that this rank manages its node's disks.
     """
 
     facts: dict[str, Any] = field(default_factory=dict)
@@ -314,11 +317,11 @@ class World:
     leads_node: bool = True
 
     def group(self, patience: timedelta | None = None) -> RankGroup:
-        """Create a new group of all ranks; collective, see `RankGroup`."""
+        """Create a new group of all ranks. Collective; see `RankGroup`."""
         return RankGroup(self.process_group, patience, key=self.key, leads_node=self.leads_node)
 
 
 def _padded_buffer(data: bytes, size: int) -> tuple[Tensor, bytearray]:
-    """Return a tensor over `size` bytes that begin with `data`, and the same memory as a bytearray."""
+    """Return a tensor of `size` bytes that begins with `data`, and the same memory as a bytearray."""
     room = bytearray(data.ljust(size, b"\0"))
     return torch.frombuffer(room, dtype=torch.uint8), room

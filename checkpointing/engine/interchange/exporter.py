@@ -1,7 +1,7 @@
-"""Export of a checkpoint to safetensors or one torch file, a few rows at a time.
+"""Export of a checkpoint to safetensors files or a single torch file, a few rows at a time.
 
 Every byte is compared with its digest as it is read. The files are then read back, and their fingerprints are compared
-with those of the checkpoint.
+with those of the values written.
 """
 
 import json
@@ -41,21 +41,21 @@ from checkpointing.verification.verify import Progress
 
 
 def lay_out_torch_file(path: Path, value: Any, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Write all of `value` except its tensors' values; return the file offset of the values of each of `tensors`.
+    """Write all of `value` except its tensors' values; return the file offset of each tensor's values.
 
     Record checksums are omitted, because torch itself does not check them.
     """
     with without_checksums(), skip_data():
         torch.save(value, path)
     records = _records(path)
-    # torch numbers storages by their first occurrence.
+    # torch numbers storages in order of first occurrence.
     storages = list(dict.fromkeys(tensor.untyped_storage()._cdata for tensor in flat(value).values()))
     places = dict(zip(storages, records, strict=True))
     return {name: places[tensor.untyped_storage()._cdata] for name, tensor in tensors.items()}
 
 
 def _records(path: Path) -> list[int]:
-    """Return the file offset of each storage's values, in numbering order."""
+    """Return the file offsets of the storages' values, in the order of their numbers."""
     with zipfile.ZipFile(path) as archive, path.open("rb") as stream:
         members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         read, size, found = make_reader(stream), path.stat().st_size, list[int]()
@@ -65,7 +65,7 @@ def _records(path: Path) -> list[int]:
 
 
 def open_for_export(storage: Storage, name: str) -> SealedCheckpoint:
-    """Open a checkpoint whose tensors are complete; raises CheckpointRefused or OSError."""
+    """Open a checkpoint after checking that its tensors are complete. Raises CheckpointRefused or OSError."""
     source = SealedCheckpoint.open(storage, name)
     listed = {entry.name for entry in source.manifest.files}
     faults = [f"{file} is not listed" for file in sorted({piece.file for piece in source.index.pieces} - listed)]
@@ -76,12 +76,12 @@ def open_for_export(storage: Storage, name: str) -> SealedCheckpoint:
 
 
 LARGEST_FILE = 5 * 10**9
-"""Bytes of values in one safetensors file; a larger tensor gets its own file."""
+"""Maximum bytes of values in one safetensors file; a larger tensor gets its own file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportedTensor:
-    """A tensor of an export: its key in the checkpoint, its exported name, and the target dtype."""
+    """A tensor to export: its key in the checkpoint, its exported name, and the target dtype."""
 
     key: str
     name: str
@@ -90,12 +90,12 @@ class ExportedTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """Written files, and each tensor's fingerprint as read back, by exported name."""
+    """The files written, and each tensor's fingerprint as read back, keyed by exported name."""
 
     files: dict[str, int]
     fingerprints: dict[str, str]
     compared: int
-    """Number of tensors whose values were compared with a fingerprint from the checkpoint."""
+    """Number of tensors whose values were checked against a fingerprint from the checkpoint."""
 
     @property
     def size(self) -> int:
@@ -104,9 +104,9 @@ class Exported:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Create a draft next to `folder` that replaces it at exit, whole and durable; a failure leaves nothing.
+    """Create a draft next to `folder` that replaces it on exit, complete and durable. A failure leaves nothing behind.
 
-    The remains of a killed export into the same folder are removed too.
+    Leftovers from a killed export to the same folder are also removed.
 
     Raises FileExistsError if `folder` exists and is not empty.
     """
@@ -117,7 +117,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     with temporary_folder(folder.parent, folder.name) as made:
         yield made
         fsync_dir(made)
-        os.rename(made, folder)  # replaces an empty folder; raises if it was filled meanwhile
+        os.rename(made, folder)  # replaces an empty folder; raises if it is no longer empty
     fsync_dir(folder.parent)
 
 
@@ -150,7 +150,7 @@ def write_safetensors(
             raise CheckpointRefused(source.manifest.name, f"{error}; a torch file can hold it") from error
         with (folder / name).open("xb") as stream:
             stream.write(head.encoded)
-            # In file order: each begins where the previous one ends.
+            # Copied in file order, so each tensor begins where the previous one ends.
             handed.update({w.name: _copy_tensor(source, w, stream, meter) for w in group})
             _settle(stream)
     if len(groups) > 1:
@@ -170,7 +170,7 @@ def write_torch(
     nest: Callable[[Mapping[str, Tensor]], dict[str, Any]],
     progress: Progress | None = None,
 ) -> Exported:
-    """Write one file for `torch.load(weights_only=True)`; `nest` arranges the tensors, given by name, in dicts.
+    """Write one file for `torch.load(weights_only=True)`; `nest` arranges the named tensors in dicts.
 
     Raises CheckpointRefused or OSError.
     """
@@ -189,7 +189,7 @@ def write_torch(
     return _verify_export(source, wanted, folder, handed, found)
 
 
-class _Meter:  # bytes written and read back
+class _Meter:  # counts the bytes written and read back
     def __init__(self, source: SealedCheckpoint, wanted: Sequence[ExportedTensor], progress: Progress | None) -> None:
         self._progress, self._done = progress, 0
         self._total = 2 * sum(_size(source, w) for w in wanted)
@@ -247,7 +247,7 @@ def _copy_tensor(source: SealedCheckpoint, w: ExportedTensor, stream: BinaryIO, 
 
 
 def _read_back(given: ExternalTensors, names: Mapping[str, str], meter: _Meter) -> dict[str, str]:
-    """Return fingerprints of the files' contents; `names` maps exported names to names in the files."""
+    """Return the fingerprints of the files' contents; `names` maps exported names to names in the files."""
     found = {}
     for name, inside in names.items():
         parts = []

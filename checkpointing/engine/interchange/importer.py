@@ -1,6 +1,6 @@
 """Import of external safetensors and torch files as a committed checkpoint.
 
-Runs on one machine without ranks, a few rows at a time; bytes are digested as they are written.
+It runs on one machine without ranks, a few rows at a time. Bytes are digested as they are written.
 """
 
 import ctypes
@@ -44,7 +44,7 @@ INDEX_FILE = "model.safetensors.index.json"
 _LONGEST_DEPTH = 16
 _FOREIGN = re.compile(r"GLOBAL (\S+) was not an allowed global")
 _ZIP, _OLD_FORMAT = b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""First bytes of torch.save files: from torch 1.6 on, and from earlier releases (a pickled magic number)."""
+"""First bytes of torch.save files: from torch 1.6 onwards, and from earlier releases (a pickled magic number)."""
 
 
 def tensor_info(tensor: Tensor) -> TensorInfo:
@@ -52,7 +52,7 @@ def tensor_info(tensor: Tensor) -> TensorInfo:
 
 
 def put_values(stream: BinaryIO | DigestSink, block: Tensor) -> None:
-    """Write the values of a tensor on the CPU, row by row, without another copy of them."""
+    """Write the values of a CPU tensor in row-major order without making another copy of them."""
     if not block.numel():
         return
     flat = block.contiguous()
@@ -60,19 +60,19 @@ def put_values(stream: BinaryIO | DigestSink, block: Tensor) -> None:
 
 
 class ExternalTensors(Protocol):
-    """Named tensors of external files."""
+    """Named tensors from external files."""
 
     tensors: dict[str, TensorInfo]
 
     def blocks(self, name: str) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-        """Yield the tensor in value order, in parts with their offsets; raises CheckpointRefused or OSError."""
+        """Yield the tensor in parts, in value order, each with its offsets. Raises CheckpointRefused or OSError."""
 
 
 class SafetensorsFiles:
     """Tensors from one or more safetensors files."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        """Read the headers; raises CheckpointRefused for a file that violates the format and for a duplicate name."""
+        """Read the headers. Raises CheckpointRefused for a file that violates the format and for a duplicate name."""
         self.tensors: dict[str, TensorInfo] = {}
         self._places: dict[str, tuple[Path, TensorLocation]] = {}
         for path in files:
@@ -98,12 +98,12 @@ class SafetensorsFiles:
                 stream.seek(place.start + span.start)
                 held = bytearray(stream.read(span.nbytes))
                 if len(held) != span.nbytes:
-                    raise CheckpointRefused(path.name, f"ends within {name}: it was truncated meanwhile")
+                    raise CheckpointRefused(path.name, f"ends within {name}: it was truncated during the import")
                 yield torch.frombuffer(held, dtype=torch.uint8).view(dtype).view(span.sizes), span.offsets
 
 
 class TorchTensors:
-    """Tensors that are mapped into memory from a torch.save file."""
+    """Tensors from a torch.save file, mapped into memory."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._held = {name: tensor.detach() for name, tensor in tensors.items()}
@@ -116,7 +116,7 @@ class TorchTensors:
 
 
 def open_safetensors(place: Path) -> SafetensorsFiles:
-    """Return the tensors of a safetensors file or a Hugging Face folder; raises CheckpointRefused or OSError."""
+    """Return the tensors in a safetensors file or a Hugging Face folder. Raises CheckpointRefused or OSError."""
     if place.is_file():
         return SafetensorsFiles([place])
     if not (place / INDEX_FILE).exists():
@@ -145,7 +145,10 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def load_torch(path: Path) -> Any:
-    """Map a torch.save file without running code in it; return its contents. Raises CheckpointRefused or OSError."""
+    """Map a torch.save file without running any code in it; return its contents.
+
+    Raises CheckpointRefused or OSError.
+    """
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError) as error:
@@ -153,7 +156,7 @@ def load_torch(path: Path) -> Any:
 
 
 def _why_not_torch(path: Path, error_text: str) -> str:
-    """Return why torch rejects a file, without torch's own advice to run the code in it."""
+    """Return why torch rejects a file, leaving out torch's own advice to run the code in it."""
     found = _FOREIGN.search(error_text)
     if found is not None:
         return f"holds a pickled object ({found[1]}): save model.state_dict() instead"
@@ -169,7 +172,7 @@ def _why_not_torch(path: Path, error_text: str) -> str:
 
 
 def flat(value: Any, before: str = "", depth: int = 0) -> dict[str, Tensor]:
-    """Return the tensors of nested dicts by slash-separated path; other values are left out."""
+    """Return the tensors in nested dicts, keyed by slash-separated path; other values are left out."""
     if isinstance(value, Tensor):
         return {before: value}
     if not isinstance(value, Mapping) or depth > _LONGEST_DEPTH:
@@ -181,12 +184,12 @@ def flat(value: Any, before: str = "", depth: int = 0) -> dict[str, Tensor]:
 
 
 FILE_BYTES = 16 << 30
-"""Size at which a file of the checkpoint is closed, in bytes."""
+"""Size in bytes at which a checkpoint file is closed and the next one begins."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportedTensor:
-    """A tensor of the new checkpoint and its source; rows missing in the source become zeros."""
+    """A tensor in the new checkpoint and its source; rows missing from the source become zeros."""
 
     external: ExternalTensors
     name: str
@@ -236,7 +239,7 @@ def encode_metadata(index: Index) -> bytes:
         key: TensorStorageMetadata(TensorProperties(dtype=getattr(torch, info.dtype)), torch.Size(info.shape), [])
         for key, info in index.tensors.items()
     }
-    # As DCP does for a flat state dict: tools that rebuild a nested dict look up the key's path here.
+    # As in DCP for a flat state dict: tools that rebuild a nested dict look up the key's path here.
     metadata = Metadata(state_dict_metadata={**tensors}, planner_data={key: (key,) for key in tensors})
     return metadata_bytes(metadata, index.pieces)
 
@@ -261,7 +264,7 @@ class _Writer:
         """Write one tensor into the current file."""
         around, shape = self.template(key), self._tensors[key].info.shape
         sink = self._open()
-        sink.write(bytes(-sink.size % ALIGNMENT))  # start of a record with aligned values
+        sink.write(bytes(-sink.size % ALIGNMENT))  # pads so that the record's values are aligned
         start = sink.size
         try:
             sink.write(around.head)

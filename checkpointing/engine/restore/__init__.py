@@ -1,1 +1,1 @@
-"""Restores: candidates, read assignment, verified buffers, delivery into tensors."""
+"""Restores: candidates, read assignment, verified buffers, and delivery into tensors."""

@@ -1,4 +1,4 @@
-"""Loading of tensors from one checkpoint: assign chunks, read, verify, agree, exchange, deliver.
+"""Loads tensors from one checkpoint: assign chunks, read, verify, agree, exchange, deliver.
 
 Every rank reads its share of the chunks into its own memory and verifies it there. No tensor is written before all
 ranks have agreed that all of their bytes matched.
@@ -30,7 +30,7 @@ from checkpointing.format.read_plan import Shard, Slice, Strip, parts, strides
 from checkpointing.message_codec import peer_message
 
 Wanted = Mapping[int, int]
-"""Bytes that a rank needs from each chunk, by chunk number."""
+"""Number of bytes that a rank needs from each chunk, keyed by chunk number."""
 
 Readers = Sequence[tuple[int, ...]]
 """For every chunk, the ranks that read it."""
@@ -42,9 +42,10 @@ _NEARLY_AS_MUCH = 0.9
 def assign(shards: Sequence[Shard], wanted: Sequence[Wanted], seen: Sequence[Collection[str]]) -> Readers:
     """Return, for every chunk, the ranks that read it; the first of them forwards what other ranks need.
 
-    `wanted` and `seen` list, by rank, the bytes needed from each chunk and the files that the rank can read. A chunk
-    has one reader, unless two ranks each need almost all of it: then both read it, which is as fast as sending it.
-    Chunks that no rank needs are read too, because a checkpoint with any damage is not trusted.
+    `wanted` and `seen` list, for each rank, the number of bytes needed from each chunk and the files that it can read.
+    A chunk has one reader, unless exactly two ranks need it and each needs almost all of it. Then both read it, which
+    is as fast as sending it. Chunks that no rank needs are read too, because a checkpoint with any damage is not
+    trusted.
     """
     loads = [0] * len(wanted)
     chosen: dict[int, tuple[int, ...]] = {}
@@ -64,7 +65,7 @@ def assign(shards: Sequence[Shard], wanted: Sequence[Wanted], seen: Sequence[Col
                     loads[rank] += end - start
             else:
                 open_ones.append((chunk, end - start, candidates))
-    # Chunks with one natural reader are already assigned; the other chunks balance the loads.
+    # Chunks with an obvious reader are already assigned; the others are used to balance the load.
     for chunk, size, candidates in open_ones:
         reader = min(candidates, key=lambda rank: (loads[rank], rank))
         chosen[chunk] = (reader,)
@@ -73,7 +74,7 @@ def assign(shards: Sequence[Shard], wanted: Sequence[Wanted], seen: Sequence[Col
 
 
 def _candidates(able: list[int], wanted: Sequence[Wanted], chunk: int) -> list[int]:
-    """Return the ranks that need nearly the most of a chunk, or all that can read it if no rank needs it."""
+    """Return the ranks that need close to the most of a chunk, or all ranks that can read it if none needs it."""
     needs = {rank: need for rank in able if (need := wanted[rank].get(chunk, 0))}
     most = max(needs.values(), default=0)
     return [rank for rank, need in needs.items() if need >= _NEARLY_AS_MUCH * most] or able
@@ -89,7 +90,7 @@ def _a_pair(candidates: list[int], wanted: Sequence[Wanted], chunk: int, size: i
 
 
 ROUND = 256 << 20
-"""Maximum bytes that a rank sends, and receives, at a time."""
+"""Maximum bytes that a rank sends and receives in one round."""
 
 _SMALLEST = 1 << 20
 
@@ -109,7 +110,7 @@ class Send:
 
 
 def gather(buffers: ReadBuffers, piece: Send, goal: Tensor) -> None:
-    """Copy a part of a packed slice out of the read buffers; `goal` has the same number of bytes."""
+    """Copy part of a packed slice out of the read buffers into `goal`, which has the same number of bytes."""
     flat, delta = buffers.flat(piece.chunk)
     at = done = 0
     for strip in piece.rows:
@@ -145,7 +146,7 @@ def _copy_rows(flat: Tensor, start: int, strip: Strip, low: int, high: int, goal
 def exchange(
     ranks: RankGroup, buffers: ReadBuffers, sends: Sequence[Sequence[Send]], receives: Sequence[Sequence[Tensor]]
 ) -> None:
-    """Send `sends[r]` to rank r and receive `receives[r]` from it, in the same order and sizes; collective."""
+    """Send `sends[r]` to rank r and receive `receives[r]` from it, with matching order and sizes. Collective."""
     totals = [sum(piece.nbytes for piece in pieces) for pieces in sends]
     coming = [sum(len(goal) for goal in goals) for goals in receives]
     cap = max(ROUND // ranks.size, _SMALLEST)
@@ -203,7 +204,7 @@ _WORTH_A_THREAD = 4 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """Result of a load; bytes are sums over all ranks, and bytes that several ranks need count once."""
+    """Result of a load. Byte counts are totals over all ranks; bytes that several ranks need count once."""
 
     absent: tuple[str, ...]
     bytes_read: int
@@ -219,7 +220,7 @@ def to_refusal(error: BaseException) -> CheckpointRefused:
 
 
 def on_all_ranks(ranks: RankGroup, name: str, act: Callable[[], T]) -> list[T]:
-    """Return all ranks' results of `act`; raises the same CheckpointRefused on every rank if one failed."""
+    """Return the results of `act` on all ranks. Raises the same CheckpointRefused on every rank if one failed."""
     results: list[tuple[T | None, CheckpointRefused | None]] = ranks.all_gather(
         result_or(lambda: (act(), None), lambda error: (None, to_refusal(error)))
     )
@@ -238,7 +239,10 @@ def on_all_ranks(ranks: RankGroup, name: str, act: Callable[[], T]) -> list[T]:
 def load(
     source: LoadSource, ranks: RankGroup, tensors: Mapping[str, Tensor], optional_keys: OptionalKeys, lend: Lend
 ) -> Loaded:
-    """Read and verify everything, then fill `tensors`; collective. Raises CheckpointRefused before any change."""
+    """Read and verify everything, then fill `tensors`. Collective.
+
+    If it raises CheckpointRefused, nothing has changed.
+    """
     rank_load = RankLoad(source, ranks, tensors)
     wanted = on_all_ranks(ranks, source.name, lambda: rank_load.plan(optional_keys))
 
@@ -260,7 +264,7 @@ def load(
 def _read_chunks(
     source: LoadSource, chunks: Sequence[int], lend: Lend, meanwhile: Callable[[ReadBuffers], T]
 ) -> tuple[T, int]:
-    """Read and verify chunks while `meanwhile` prepares for them; return its result and the number of bytes read."""
+    """Read and verify chunks while `meanwhile` prepares for them. Return its result and the number of bytes read."""
     buffers = ReadBuffers.allocate(source.shards, chunks, lend)
     reader = ChunkReader(source.name, source.shards, source.open, patience=source.patience, pause=source.pause)
     with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-reading") as pool:
@@ -274,7 +278,10 @@ def load_own(
     source: LoadSource, readers: Readers, ranks: RankGroup, tensors: Mapping[str, Tensor], optional_keys: OptionalKeys,
     lend: Lend,
 ) -> Loaded:  # fmt: skip
-    """Load a checkpoint in the run's own layout: like `load`, but readers are known, so planning overlaps reading."""
+    """Load a checkpoint in the run's own layout.
+
+    Like `load`, but the readers are known, so planning overlaps reading.
+    """
     rank_load = RankLoad(source, ranks, tensors)
 
     def read() -> tuple[RankNeeds, ReadResult]:
@@ -293,26 +300,26 @@ def _check_present(source: LoadSource, wanted: Sequence["RankNeeds"]) -> None:
     seen = frozenset[str]().union(*(want.seen for want in wanted))
     missing = [shard.name for shard in source.shards if shard.name not in seen]
     if missing:
-        # A file that exists nowhere fails the check by name; these may be on nodes outside this job.
+        # Not damage: these files may be on nodes outside this job.
         raise CheckpointRefused(source.name, "; ".join(f"{name}: missing" for name in missing[:4]), damaged=False)
 
 
 @peer_message
 @dataclass(frozen=True, kw_only=True)
 class RankNeeds:
-    """A rank's needs, exchanged before anything is read."""
+    """A rank's needs, which the ranks exchange."""
 
     seen: frozenset[str]
     by_chunk: dict[int, int]  # bytes needed from each chunk
     unique: int  # bytes needed that no other rank counts
-    plain: dict[tuple[str, int], int]  # bytes needed that other ranks may count too, by file and offset
+    plain: dict[tuple[str, int], int]  # bytes needed that other ranks may also count, keyed by file and offset
     surplus: bytes  # as in OptionalKeys
 
 
 @peer_message
 @dataclass(frozen=True, kw_only=True)
 class ReadResult:
-    """Result of a rank's verified read; `requests` are the slices that need parts from other ranks."""
+    """Result of a rank's verified read. `requests` are the slices of which other ranks read a part."""
 
     bytes_read: int
     requests: "Requests"
@@ -328,16 +335,16 @@ class RankLoad:
     def __init__(self, source: LoadSource, ranks: RankGroup, tensors: Mapping[str, Tensor]) -> None:
         self._source, self._ranks, self._tensors = source, ranks, tensors
         self._slices: list[Slice] = []
-        self._slice_bytes: list[SliceBytes | None] = []  # None for an odd piece
+        self._slice_bytes: list[SliceBytes | None] = []  # None for an irregular piece
         self._readers: Readers = ()
         self._buffers = ReadBuffers()
-        self._goals: list[Tensor] = []  # destination of each slice; its source is below
+        self._goals: list[Tensor] = []  # destination of each slice, whose source is in `_sources`
         self._sources: list[Tensor] = []
-        self._unfilled: list[tuple[SliceBytes, Tensor]] = []  # memory of values that are not in one piece
+        self._unfilled: list[tuple[SliceBytes, Tensor]] = []  # memory for values that are not contiguous in the buffers
         self._absent: tuple[str, ...] = ()
 
     def plan(self, optional_keys: OptionalKeys) -> RankNeeds:
-        """Determine what is needed; raises CheckpointRefused if the checkpoint does not fit."""
+        """Determine what is needed. Raises CheckpointRefused if the checkpoint does not fit."""
         source = self._source
         self._slices, self._absent = find_slices(source, self._tensors, optional_keys)
         surplus = optional_keys.surplus(self._tensors, source.index.tensors)
@@ -357,7 +364,7 @@ class RankLoad:
         return RankNeeds(seen=source.seen, by_chunk=by_chunk, unique=unique, plain=plain, surplus=surplus)
 
     def expect(self, buffers: ReadBuffers, readers: Readers) -> Requests:
-        """Prepare for the data being read; return the slices that other ranks read in part.
+        """Prepare for the data being read; return the slices of which other ranks read a part.
 
         `readers` lists the ranks that read each chunk.
         """
@@ -399,7 +406,7 @@ class RankLoad:
         return view
 
     def _view(self, need: Slice, slice_bytes: SliceBytes) -> Tensor | None:
-        """Return a slice as a view of the buffers, or None if it is not contiguous there, or misaligned."""
+        """Return a slice as a view of the buffers, or None if it is misaligned or not contiguous in them."""
         if not self._buffers.holds(slice_bytes.chunks):
             return None
         dtype = self._tensors[need.key].dtype
@@ -453,7 +460,7 @@ def _copy_some(goals: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def _evenly(sizes: Sequence[int], count: int) -> list[slice]:
-    """Group neighbours into slices of about equal size in bytes; one group if there is little to do."""
+    """Group neighbours into slices of about the same size in bytes, or into one if there is little to do."""
     total, groups, start, filled = sum(sizes), list[slice](), 0, 0
     least = max(_WORTH_A_THREAD, -(-total // count))
     for at, size in enumerate(sizes):

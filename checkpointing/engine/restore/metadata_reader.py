@@ -1,8 +1,8 @@
-"""Readers of a checkpoint's index and of DCP's `.metadata`, which is unpickled through an allow-list of classes.
+"""Readers for a checkpoint's index and for DCP's `.metadata`, which is unpickled through an allow-list of classes.
 
-DCP checkpoints of other tools have no digests, so they are read only if the user allows it. Their values are located
-through the records around them, whose descriptions are read with substitute classes. A tensor not stored as a plain row
-of values is left to torch.load, weights only.
+Other tools' DCP checkpoints have no digests, so they are read only if the user allows it. Their values are located
+through the records around them, whose descriptions are read with substitute classes. A tensor that is not stored as
+plain contiguous values is left to torch.load, weights only.
 """
 
 import copyreg
@@ -58,10 +58,10 @@ _MALFORMED = (
 
 
 class AllowList(pickle.Unpickler):
-    """Unpickler limited to DCP's metadata classes and torch dtypes: no bytes items and no other callables.
+    """Unpickler limited to DCP's metadata classes and torch dtypes. It allows no bytes items and no other callables.
 
-    A pickle can set attributes on everything that it names. It therefore gets private objects: subclasses of these
-    classes, and substitutes for two functions, which return a layout or memory format as spelled in the pickle.
+    A pickle can set attributes on everything that it names, so it gets private objects: subclasses of these classes,
+    and substitutes for two functions, which return a layout or memory format just as the pickle names it.
     """
 
     def __init__(self, data: bytes, name: str) -> None:
@@ -96,7 +96,7 @@ class AllowList(pickle.Unpickler):
 
 
 def _lenient_subclass(kind: type) -> type:
-    """Return a subclass whose instances load their state like the class, limited to the parts that we read."""
+    """Return a subclass whose instances load their state as the class does, but only the parts that we read."""
 
     def take(self: Any, state: Any) -> None:
         if issubclass(kind, TensorProperties):
@@ -107,14 +107,17 @@ def _lenient_subclass(kind: type) -> type:
 
 
 class VerifiedFile:
-    """Reader of ranges of one file, which compares every chunk with its digest; keeps the last chunks."""
+    """Reads byte ranges from one file, checking every chunk against its digest. Keeps the most recent chunks."""
 
     def __init__(self, stream: BinaryIO, entry: FileEntry, name: str) -> None:
         self._stream, self._entry, self._name = stream, entry, name
         self._held: dict[int, bytes] = {}
 
     def read(self, offset: int, length: int) -> bytes:
-        """Return these bytes; raises CheckpointRefused if they do not match their digests or end too early."""
+        """Return these bytes.
+
+        Raises CheckpointRefused if they do not match their digests or the file ends too early.
+        """
         size = self._entry.chunk_size
         if offset < 0 or length < 0 or offset + length > self._entry.size:
             raise CheckpointRefused(self._name, f"{self._entry.name} has no bytes {offset}..{offset + length}")
@@ -140,7 +143,7 @@ class VerifiedFile:
 
 
 def read_index(storage: Storage, manifest: Manifest) -> Index:
-    """Return a checkpoint's index from verified bytes; raises CheckpointRefused or OSError."""
+    """Return a checkpoint's index from verified bytes. Raises CheckpointRefused or OSError."""
     try:
         return parse_index(read_listed(storage, manifest, INDEX))
     except ManifestError as error:
@@ -148,7 +151,7 @@ def read_index(storage: Storage, manifest: Manifest) -> Index:
 
 
 def read_metadata(storage: Storage, manifest: Manifest) -> Metadata:
-    """Unpickle `.metadata` from verified bytes through the allow-list; raises CheckpointRefused or OSError."""
+    """Unpickle `.metadata` from verified bytes through the allow-list. Raises CheckpointRefused or OSError."""
     try:
         data = read_listed(storage, manifest, METADATA)
     except ManifestError as error:
@@ -157,7 +160,7 @@ def read_metadata(storage: Storage, manifest: Manifest) -> Metadata:
 
 
 def parse_metadata(data: bytes, name: str, kind: type[AllowList] = AllowList) -> Metadata:
-    """Unpickle `.metadata` through an allow-list, for `index_from_metadata`; raises CheckpointRefused."""
+    """Unpickle `.metadata` through an allow-list, for `index_from_metadata`. Raises CheckpointRefused."""
     try:
         metadata = kind(data, name).load()
         if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
@@ -169,7 +172,7 @@ def parse_metadata(data: bytes, name: str, kind: type[AllowList] = AllowList) ->
 
 
 def index_from_metadata(metadata: Metadata) -> Index:
-    """Return the tensors and records that `.metadata` lists; it lacks the positions of values in a record."""
+    """Return the tensors and records that `.metadata` lists. It does not say where in a record the values are."""
     items = metadata.state_dict_metadata.items()
     saved = {key: item for key, item in items if isinstance(item, TensorStorageMetadata)}
     tensors = {
@@ -191,7 +194,7 @@ def index_from_metadata(metadata: Metadata) -> Index:
 
 
 def _whole(numbers: Iterable[Any], count: int | None = None) -> tuple[int, ...]:
-    """Return the numbers; raise ValueError unless they are `count` non-negative integers."""
+    """Return the numbers as a tuple. Raises ValueError unless they are `count` non-negative integers."""
     found = tuple(numbers)
     if any(type(number) is not int or number < 0 for number in found) or count not in (None, len(found)):
         raise ValueError(f"{found} is not a position or size")
@@ -204,7 +207,7 @@ _STEP = re.compile(r"(\d+)$")
 
 
 class ForeignAllowList(AllowList):
-    """Allow-list that also accepts non-tensor items in order to skip them; their contents are never unpickled."""
+    """Allow-list that also accepts non-tensor items, but only to skip them. Their contents are never unpickled."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == _BYTES_ITEM or module in _PATHS:
@@ -223,7 +226,7 @@ class _Leftover:
 
 
 def foreign_names(storage: Storage) -> list[str]:
-    """Return folders with `.metadata` that orch did not write, highest number at the end of the name first."""
+    """Return the folders with `.metadata` that orch did not write, highest trailing number first."""
     found = []
     for name, size in storage.list("").items():
         if size is not None or parse_name(name) is not None:
@@ -241,7 +244,7 @@ def parse_step(name: str) -> int:
 
 
 def open_foreign(storage: Storage, name: str) -> LoadSource:
-    """Return the source of a foreign checkpoint; its chunks have no digests. Raises CheckpointRefused or OSError."""
+    """Return a foreign checkpoint as a source whose chunks have no digests. Raises CheckpointRefused or OSError."""
     with storage.open(f"{name}/{METADATA}" if name else METADATA) as stream:
         data = stream.read()
     index = index_from_metadata(parse_metadata(data, name, ForeignAllowList))
@@ -269,7 +272,7 @@ def open_foreign(storage: Storage, name: str) -> LoadSource:
 
 
 def _locate_foreign(storage: Storage, name: str, piece: Piece, dtype: str) -> Piece | None:
-    """Return the piece with the position of its values, or None if they are not stored contiguously."""
+    """Return the piece with the position of its values filled in, or None if they are not stored contiguously."""
     try:
         with storage.open(f"{name}/{piece.file}" if name else piece.file) as stream:
             record = read_record(make_reader(stream), piece.start, piece.length)
@@ -281,7 +284,7 @@ def _locate_foreign(storage: Storage, name: str, piece: Piece, dtype: str) -> Pi
 
 
 def _load_piece(storage: Storage, name: str, piece: Piece, dtype: str) -> Tensor:
-    """Load a tensor that is a view, quantized, or in a custom format; raises CheckpointRefused if it does not match."""
+    """Load a tensor that is a view, quantized, or in a custom format. Raises CheckpointRefused if it does not match."""
     with storage.open(f"{name}/{piece.file}" if name else piece.file) as stream:
         stream.seek(piece.start)
         data = stream.read(piece.length)

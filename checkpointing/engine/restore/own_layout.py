@@ -2,7 +2,7 @@
 
 Each rank holds or reads the files that it would write, and receives replicated tensors from the ranks that wrote them.
 The fastest tier is the arena, which outlives the rank that filled it and may still hold an earlier generation's saves.
-There, the files of all ranks together form one checkpoint, whose chunks are verified in place.
+In memory, the files of all ranks together form one checkpoint, whose chunks are verified in place.
 """
 
 import math
@@ -30,23 +30,23 @@ _FEW = 16
 @peer_message
 @dataclass(frozen=True)
 class Facts:
-    """Facts exchanged by ranks: their file regions, and pieces that others lack."""
+    """Facts that ranks exchange: their file regions, and the pieces that others lack."""
 
     files: tuple[tuple[str, int, int], ...]  # name, start of the region, its size
     pieces: tuple[tuple[Piece, TensorInfo], ...]
 
 
 class SavedLayout:
-    """A rank's layout of saves, as a plan for reads."""
+    """The layout in which a rank saves, used as a plan for reads."""
 
     def __init__(self, plan: PlannedFiles) -> None:
         self.plan = plan
-        self._entries: dict[int, FileEntry] = {}  # of the index, by chunk size
+        self._entries: dict[int, FileEntry] = {}  # entries for the index file, keyed by chunk size
         self._own = {item.piece: _info(item) for item in plan.items}
         self._alone = Index({piece.key: info for piece, info in self._own.items()}, tuple(self._own))
 
     def matches(self, manifest: Manifest) -> bool:
-        """Return whether a checkpoint has exactly this layout; known on rank 0."""
+        """Return whether a checkpoint has exactly this layout. Known on rank 0 only."""
         entry, index = manifest.file(INDEX), self.plan.index
         if entry is None or index is None or entry.size != len(index):
             return False
@@ -55,13 +55,19 @@ class SavedLayout:
         return self._entries[entry.chunk_size] == entry
 
     def holds_nearly_all(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Return whether this rank's files hold nearly all that it needs; the rest is small enough to be sent."""
+        """Return whether this rank's files hold nearly all that it needs.
+
+        If so, the rest is small enough to be sent.
+        """
         needed = sum(_nbytes(tensor) for tensor in tensors.values())
         held = sum(item.piece.nbytes for item in self.plan.items)
         return (needed - held) * _FEW <= needed
 
     def lacking(self, tensors: Mapping[str, Tensor], alone: bool = False) -> list[str]:
-        """Return the keys of parts that this rank does not write completely; a lone rank writes every key it knows."""
+        """Return the keys of the parts that this rank does not write in full.
+
+        A lone rank writes every key that it knows.
+        """
         if alone:
             return sorted(tensors.keys() - self._alone.tensors.keys())
         own: dict[str, list[Item]] = {}
@@ -72,17 +78,17 @@ class SavedLayout:
     def exchange_facts(
         self, ranks: RankGroup, lacking: Iterable[Sequence[str]], files: Sequence[tuple[str, int, int]]
     ) -> list[Facts]:
-        """Return every rank's file regions (name, start, size), and the pieces that any rank lacks; collective."""
+        """Return every rank's file regions (name, start, size), and the pieces that any rank lacks. Collective."""
         asked = set[str]().union(*lacking)
         pieces = tuple((item.piece, _info(item)) for item in self.plan.items if item.key in asked)
         return ranks.all_gather(Facts(tuple(files), pieces))
 
     def unknown_keys(self, lacking: Iterable[Sequence[str]], facts: Iterable[Facts]) -> set[str]:
-        """Return keys that some rank lacks and no rank has."""
+        """Return the keys that some rank lacks and no rank has."""
         return set[str]().union(*lacking) - {piece.key for facts_of_rank in facts for piece, _ in facts_of_rank.pieces}
 
     def index(self, facts: Sequence[Facts]) -> Index:
-        """Return the index that this rank needs: its own pieces and all pieces that any rank lacks."""
+        """Return the index that this rank needs: its own pieces, and all pieces that any rank lacks."""
         if not any(facts_of_rank.pieces for facts_of_rank in facts):
             return self._alone
         pieces = dict(self._own)
@@ -113,7 +119,7 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _is_covered(tensor: Tensor, items: Sequence[Item]) -> bool:
-    """Return whether the rank's items hold all of its part; an empty part also needs an item."""
+    """Return whether the rank's items hold its whole part of the tensor. Even an empty part needs an item."""
     local = local_box(tensor)
     needs = [intersect(item.piece, 0, local) for item in items if item.share.whole == tuple(tensor.shape)]
     return bool(items) and sum(math.prod(need.sizes) for need in needs if need is not None) == local.volume
@@ -123,10 +129,10 @@ _MIN_USED_SHARE = 8  # rewrite a buffer's templates only if at least this fracti
 
 
 class Memory:
-    """A rank's arena as a source for restores, and as landing memory for reads.
+    """A rank's arena, as a source for restores and as landing memory for reads.
 
-    `write_templates` rewrites the templates of a buffer; without it no buffer is lent, because reading into a buffer
-    destroys them.
+    `write_templates` rewrites a buffer's templates. Without it, no buffer is lent, because reading into a buffer
+    destroys its templates.
     """
 
     def __init__(
@@ -135,10 +141,10 @@ class Memory:
         self._arena, self._write_templates = arena, write_templates
         self.layout, self.on_disk = SavedLayout(plan.in_memory()), SavedLayout(plan.on_disk())
         self._lent: set[int] = set()
-        self._held: dict[str, tuple[int, BufferRecord]] = {}  # by the name of the save: buffer, record
+        self._held: dict[str, tuple[int, BufferRecord]] = {}  # (buffer, record), keyed by the save's name
 
     def names(self, ranks: RankGroup) -> list[str]:
-        """Return the saves whose parts are held by all ranks, newest first; collective."""
+        """Return the names of the saves of which every rank holds its part, newest first. Collective."""
         self._held = {record.name: (at, record) for at, record in self._records()}
         held_names = ranks.all_gather(sorted(self._held))
         common = set(held_names[0]).intersection(*held_names[1:])
@@ -154,11 +160,11 @@ class Memory:
         return self._held[name][1].step
 
     def extra(self, name: str) -> dict[str, Any]:
-        """Return the caller's own facts in this save."""
+        """Return the caller's own facts from this save."""
         return dict(self._held[name][1].extra)
 
     def load(self, name: str, ranks: RankGroup, tensors: Mapping[str, Tensor], optional_keys: OptionalKeys) -> Loaded:
-        """Verify this save in memory, then fill `tensors`; collective. Raises CheckpointRefused if it is damaged."""
+        """Verify this save in memory, then fill `tensors`. Collective. Raises CheckpointRefused if it is damaged."""
         at, record = self._held[name]
         lacking = on_all_ranks(ranks, record.name, lambda: self.layout.lacking(tensors))
         facts = self.layout.exchange_facts(ranks, lacking, [(entry.name, 0, entry.size) for entry in record.files])
@@ -187,7 +193,10 @@ class Memory:
         self._arena.clear(at)
 
     def lend(self, size: int) -> list[memoryview]:
-        """Return at most one buffer without a candidate as landing memory; it may be too small for all bytes."""
+        """Return at most one buffer that holds no candidate, as landing memory.
+
+        It may be too small for all the bytes.
+        """
         kept = {at for at, _ in self._held.values()}
         free = [at for at in range(self._arena.buffers) if at not in kept]
         if self._write_templates is None or not free or size < self._arena.buffer_bytes // _MIN_USED_SHARE:
@@ -197,7 +206,7 @@ class Memory:
         return [self._arena.buffer(free[0])]
 
     def take_back(self) -> None:
-        """Restore the padding and templates of the lent buffers; nothing may land in them after that."""
+        """Restore the padding and templates of the lent buffers. Nothing may be read into them after that."""
         lent, self._lent = self._lent, set()
         for at in sorted(lent):
             assert self._write_templates is not None
@@ -208,7 +217,7 @@ class Memory:
 
 
 def _gaps(plan: PlannedFiles) -> Iterator[tuple[int, int]]:
-    """Yield the padding of the files, which is written with them but belongs to no tensor."""
+    """Yield the ranges of padding in the files, which is written with them but belongs to no tensor."""
     at = 0
     for item in sorted(plan.items, key=lambda item: item.place):
         start = item.place - (item.piece.data - item.piece.start)

@@ -1,6 +1,7 @@
-"""Read buffers: memory laid out like a checkpoint's files, each chunk digested by the thread that read it.
+"""Read buffers: memory laid out like a checkpoint's files. Each chunk is digested by the thread that read it.
 
-Nothing is copied in between: a saved tensor is a view of this memory, and the verified bytes are the delivered ones.
+Nothing is copied in between. A saved tensor is a view of this memory, so the bytes delivered are those that were
+verified.
 """
 
 import contextlib
@@ -24,17 +25,17 @@ from checkpointing.storage.shared_memory import PAGE, whole_pages
 from checkpointing.verification.verify import Fault
 
 READ = 8 << 20
-"""Bytes per read call, if chunks are larger."""
+"""Maximum bytes per read call."""
 
 Open = Callable[[str], BinaryIO]
-"""Function that opens one of a checkpoint's files; raises OSError."""
+"""Function that opens one of a checkpoint's files. Raises OSError."""
 
 Lend = Callable[[int], Sequence[memoryview]]
-"""Function that lends page-aligned memory for a number of bytes; it may lend less."""
+"""Function that lends page-aligned memory for a given number of bytes. It may lend less."""
 
 
 def threads() -> int:
-    """Return the number of reading threads; two keep a disk busy while one of them digests."""
+    """Return the number of reading threads. Two keep a disk busy: one reads while the other digests."""
     return min(2, os.cpu_count() or 1)
 
 
@@ -44,7 +45,7 @@ class ReadBuffers:
     def __init__(self) -> None:
         self._blocks: list[memoryview] = []
         self._flat: dict[tuple[int, torch.dtype], Tensor] = {}
-        self._at: dict[int, tuple[int, int]] = {}  # chunk -> block, and the number to add to a file offset
+        self._at: dict[int, tuple[int, int]] = {}  # chunk -> (block, number to add to a file offset)
 
     @classmethod
     def allocate(cls, shards: Sequence[Shard], chunks: Iterable[int], lend: Lend) -> "ReadBuffers":
@@ -71,7 +72,7 @@ class ReadBuffers:
 
     @classmethod
     def from_memory(cls, memory: memoryview, placed: Iterable[tuple[Shard, int]]) -> "ReadBuffers":
-        """Wrap files that are already in memory, each whole, at the given offsets."""
+        """Wrap complete files that are already in memory at the given offsets."""
         buffers = cls()
         block = buffers._add(memory)
         for shard, place in placed:
@@ -97,14 +98,14 @@ class ReadBuffers:
         return whole[:size], whole
 
     def flat(self, chunk: int, dtype: torch.dtype = torch.uint8) -> tuple[Tensor, int]:
-        """Return a chunk's memory as values, and the number to add to a file offset to get its position there."""
+        """Return a chunk's block as values, and what to add to a file offset to get the offset in the block."""
         block, delta = self._at[chunk]
         if (block, dtype) not in self._flat:
             self._flat[block, dtype] = torch.frombuffer(self._blocks[block], dtype=dtype)
         return self._flat[block, dtype], delta
 
     def holds(self, chunks: range) -> bool:
-        """Return whether all chunks are here and contiguous."""
+        """Return whether all these chunks are in the buffers and contiguous."""
         if len(chunks) == 1:
             return chunks[0] in self._at
         places = {self._at.get(chunk) for chunk in chunks}
@@ -128,12 +129,12 @@ def _runs(shards: Sequence[Shard], chunks: Sequence[int]) -> Iterator[tuple[Shar
 def _fresh(size: int) -> memoryview:
     memory = mmap.mmap(-1, size)
     with contextlib.suppress(OSError, AttributeError):
-        memory.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults, which cost as much as the reading
+        memory.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults, which cost as much as the reads themselves
     return memoryview(memory)
 
 
 class _File:
-    """A file opened for several threads; cached bytes are read from the page cache, others with direct I/O."""
+    """A file opened for use by several threads. Cached bytes are read from the page cache, others with direct I/O."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream, self._lock = stream, threading.Lock()
@@ -147,7 +148,10 @@ class _File:
             os.posix_fadvise(self._probe, 0, 0, os.POSIX_FADV_RANDOM)
 
     def fill(self, view: memoryview, room: memoryview, offset: int) -> int:
-        """Fill `view`; return the bytes read, fewer at the end of the file. `room` is `view` up to a page's end."""
+        """Fill `view`; return the number of bytes read, fewer at the end of the file.
+
+        `room` is `view` extended to a page's end.
+        """
         if self._descriptor < 0:
             with self._lock:
                 return self._stream_into(view, offset)
@@ -162,7 +166,10 @@ class _File:
         return done
 
     def _is_cached(self, offset: int) -> bool:
-        """Return whether the first page is cached; if it is, direct I/O would be slower and save no page cache."""
+        """Return whether the first page is cached.
+
+        If it is, direct I/O would be slower and would not spare the page cache.
+        """
         if self._probe < 0:
             return False
         try:
@@ -176,7 +183,7 @@ class _File:
             try:
                 count = os.preadv(self._direct, [room[done : done + READ]], offset + done)
             except OSError:
-                break  # refused by the file system, or a disk error, which the other path reports
+                break  # refused by the file system, or a disk error, which the buffered read then reports
             if count == 0:
                 break
             done += count
@@ -209,12 +216,12 @@ def _reopen(descriptor: int, flags: int) -> int:
 
 
 class ChunkReader:
-    """Reader of a checkpoint's chunks into read buffers, where it verifies them."""
+    """Reads a checkpoint's chunks into read buffers and verifies them there."""
 
     def __init__(
         self, name: str, shards: Sequence[Shard], open_file: Open, *, patience: float = 0, pause: float = 0
     ) -> None:
-        """Create a reader; `patience` is how long to wait for files that other ranks have seen, in seconds."""
+        """Create a reader; `patience` is how many seconds to wait for files that other ranks have seen."""
         self._name, self._open_file = name, open_file
         self._patience, self._pause = patience, pause
         self._shards = {chunk: shard for shard in shards for chunk in range(shard.first, shard.first + shard.count)}
@@ -223,7 +230,7 @@ class ChunkReader:
         self.bytes_read = 0
 
     def read(self, chunks: Sequence[int], buffers: ReadBuffers) -> None:
-        """Fill the buffers; raises CheckpointRefused if a byte differs or a file cannot be read."""
+        """Fill the buffers. Raises CheckpointRefused if a byte differs or a file cannot be read."""
         try:
             self._verify_chunks(chunks, lambda chunk: self._read_chunk(chunk, buffers))
         finally:
@@ -231,7 +238,7 @@ class ChunkReader:
                 file.close()
 
     def check(self, chunks: Sequence[int], buffers: ReadBuffers) -> None:
-        """Verify data already in the buffers; raises CheckpointRefused."""
+        """Verify data already in the buffers. Raises CheckpointRefused."""
         self._verify_chunks(chunks, lambda chunk: self._compare(chunk, buffers.memory(self._shards[chunk], chunk)[0]))
 
     def _verify_chunks(self, chunks: Sequence[int], act: Callable[[int], Fault | None]) -> None:

@@ -1,7 +1,7 @@
 """Read-only restore of one named checkpoint of any run, for restore tests.
 
-The loaded values are compared with the fingerprints taken at save, in every copy of a tensor: a plain tensor by its own
-rank, a DTensor by the ranks of its mesh together.
+Every loaded copy of a tensor is compared with the fingerprint taken at save time: a plain tensor by its own rank, a
+DTensor by the ranks of its mesh together.
 """
 
 import math
@@ -30,10 +30,10 @@ from checkpointing.verification.verify import read_fingerprints, read_sealed
 @peer_message
 @dataclass(frozen=True, slots=True)
 class ShardFingerprint:
-    """A rank's shard of a DTensor: its position, and `sums`, its contribution to the fingerprint.
+    """A rank's shard of a DTensor: its position, and its contribution to the fingerprint (`sums`).
 
-    `first_rank` is the lowest rank of the DTensor's mesh; ranks with the same `first_rank` hold one copy together.
-    `whole` is the number of values of the whole tensor.
+    `first_rank` is the lowest rank of the DTensor's mesh; ranks with the same `first_rank` together hold one copy.
+    `whole` is the number of values in the whole tensor.
     """
 
     first_rank: int
@@ -46,14 +46,14 @@ class ShardFingerprint:
 @peer_message
 @dataclass(frozen=True)
 class RankFingerprints:
-    """Fingerprints of one rank: its plain tensors that differ, and all of its shards."""
+    """One rank's fingerprints: those of its plain tensors that differ, and those of all its shards."""
 
     differing: dict[str, str]
     shards: dict[str, ShardFingerprint]
 
 
 def saved_fingerprints(storage: Storage, name: str) -> dict[str, str]:
-    """Return the fingerprints taken at save, by key; empty if the checkpoint has none.
+    """Return the fingerprints taken at save time, by key; empty if the checkpoint has none.
 
     Raises CheckpointRefused, ManifestError or OSError.
     """
@@ -66,10 +66,10 @@ def saved_fingerprints(storage: Storage, name: str) -> dict[str, str]:
 def differing_tensors(
     ranks: RankGroup, name: str, tensors: Mapping[str, Tensor], saved: Mapping[str, str]
 ) -> list[str]:
-    """Return a line for each tensor that differs from its saved values, sorted, the same on every rank; collective.
+    """Return a sorted list with a line for each tensor that differs from its saved values. Collective.
 
-    `tensors` are this rank's tensors loaded from the checkpoint `name`. Raises CheckpointRefused on every rank if any
-    rank could not compute its fingerprints.
+    The list is the same on every rank. `tensors` are this rank's tensors, loaded from the checkpoint `name`. Raises
+    CheckpointRefused on every rank if any rank could not compute its fingerprints.
     """
     parts = ranks.gather(result_or_failed(lambda: _rank_fingerprints(ranks.rank, tensors, saved)))
     lines = ranks.from_leader(lambda: _lines(name, parts or (), saved))
@@ -113,7 +113,7 @@ def _shard_faults(reports: Sequence[RankFingerprints], saved: Mapping[str, str])
         for key, shard in report.shards.items():
             copies.setdefault((key, shard.first_rank), []).append(shard)
     for (key, first_rank), shards in copies.items():
-        # Ranks that hold the same shard count once.
+        # A shard that several ranks hold counts once.
         places = {(shard.offsets, shard.sizes): shard.sums for shard in shards}
         held = sum(math.prod(sizes) for _, sizes in places)
         found = combine(places.values())
@@ -126,26 +126,26 @@ def _shard_faults(reports: Sequence[RankFingerprints], saved: Mapping[str, str])
 
 
 def _at_save(key: str, saved: Mapping[str, str]) -> str:
-    return f"but was {saved[key]} at save" if key in saved else "but none was taken at save"
+    return f"but was {saved[key]} when saved" if key in saved else "but none was taken when saving"
 
 
 class ReadOnlyCheckpoint:
-    """Replacement for a `Checkpointer` that restores the checkpoint `name` in the folder or URL `place`.
+    """Stand-in for a `Checkpointer` that only restores the checkpoint `name` from the folder or URL `place`.
 
     It saves and deletes nothing, starts no process and allocates no memory for saves. All ranks call the same methods
-    in the same order, and each must see the whole checkpoint in `place`.
+    in the same order, and each must be able to see the whole checkpoint in `place`.
     """
 
     committed_step: int | None = None
-    """Step of the checkpoint, once it is restored."""
+    """The checkpoint's step, once it has been restored."""
     failure: str | None = None
     lasting: SaveFailed | None = None
     save_seconds: Sequence[float] = ()
 
     def __init__(self, place: str, name: str, on_event: EmitEvent, world: World) -> None:
-        """Create one process group; collective. Raises ValueError for an invalid `name`, and errors of `open_storage`.
+        """Create one process group. Collective.
 
-        `on_event` is called on rank 0.
+        Raises ValueError for an invalid `name`, and whatever `open_storage` raises. `on_event` is called on rank 0.
         """
         if parse_name(name) is None:
             raise ValueError(f"{name!r} is not the name of a checkpoint")
@@ -163,14 +163,14 @@ class ReadOnlyCheckpoint:
 
     @property
     def has_fingerprints(self) -> bool:
-        """Whether the checkpoint has fingerprints to compare with; known on all ranks after `restore`."""
+        """Whether the checkpoint has fingerprints to compare with. Known on all ranks after `restore`."""
         return bool(self._saved)
 
     def restore(self, tensors: Mapping[str, Tensor] | TensorsFor, optional_keys: OptionalKeys = ONLY_RNG) -> Restored:
-        """Fill `tensors` in place from this checkpoint; the arguments are those of `Checkpointer.restore`.
+        """Fill `tensors` in place from this checkpoint. The arguments are those of `Checkpointer.restore`.
 
         Raises NothingVerifies on every rank if it cannot be loaded. Waits up to `restorer.LATE_S` seconds for a missing
-        checkpoint, because shared file systems may show names late.
+        checkpoint, because shared file systems may be slow to show new names.
         """
         targets = Targets(tensors)
         restored = self._restorer.run(targets, optional_keys)
@@ -184,11 +184,11 @@ class ReadOnlyCheckpoint:
         return restored
 
     def fingerprint_faults(self) -> list[str]:
-        """Return a line for each loaded tensor whose values differ from the saved ones; collective.
+        """Return a line for each loaded tensor whose values differ from the saved ones. Collective.
 
-        The list is sorted and the same on every rank. It reads the current values, so call it before training. Tensors
-        that no rank has loaded are not compared; without fingerprints (`has_fingerprints`) the list is empty. Raises
-        CheckpointRefused.
+        The list is sorted and the same on every rank. This reads the current values, so call it before training.
+        Tensors that no rank has loaded are not compared. If the checkpoint has no fingerprints (see
+        `has_fingerprints`), the list is empty. Raises CheckpointRefused.
         """
         if not self.has_fingerprints:
             return []
@@ -209,14 +209,14 @@ class ReadOnlyCheckpoint:
         raise RuntimeError(f"step {step} is not saved: {self._name} was opened read-only")
 
     def before_optimizer_step(self) -> None:
-        """Return immediately, because no copy reads the tensors."""
+        """Return immediately, because no copy of the tensors is in progress."""
 
     def wait(self) -> None:
-        """Return once every event has been written or attempted."""
+        """Return once a write of every event has been attempted."""
         self._events.flush()
 
     def close(self, flush_for: Callable[[], float] | None = None) -> None:
-        """Release the process group; raises the error that kept an event from being written."""
+        """Release the process group. Raises the error that kept an event from being written."""
         self._loaded = {}
         self._ranks.close()
         self._events.close()

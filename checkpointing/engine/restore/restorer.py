@@ -1,4 +1,4 @@
-"""The restore ladder: the newest checkpoint that all ranks can verify, from the fastest tier."""
+"""The restore ladder: load the newest checkpoint that all ranks can verify, from the fastest tier that has it."""
 
 import gc
 import logging
@@ -33,7 +33,7 @@ from checkpointing.verification.verify import read_sealed
 @peer_message
 @dataclass(frozen=True)
 class Candidate:
-    """A checkpoint in a tier: `place` is the tier's number, -1 for memory."""
+    """A checkpoint in a tier. `place` is the tier's number, or -1 for memory."""
 
     step: int
     name: str
@@ -59,9 +59,9 @@ def newer_names(names: Sequence[str], found: Sequence[Candidate]) -> list[str]:
 def agree_on_committed_step(
     ranks: RankGroup, places: Sequence[ResolvedTier], owner: Owner, restored: "Restored"
 ) -> int | None:
-    """Return the newest committed step up to the restored step, or None if no step is committed; collective.
+    """Return the newest committed step up to the restored step, or None if no step is committed. Collective.
 
-    It is older than the restored step if the latter was loaded from memory and never reached a disk.
+    It is older than the restored step if that step was loaded from memory and never reached a disk.
     """
     answer = ranks.from_leader(lambda: [_find_committed(places, owner, restored)])
     return restored.step if isinstance(answer, Failed) else answer[0]
@@ -78,7 +78,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 LATE_S = 30.0
-"""Seconds to wait for checkpoints that must exist, because shared file systems may show names late."""
+"""Seconds to wait for checkpoints that must exist, because shared file systems may be slow to show new names."""
 
 _PATIENCE_S = 0.2
 _PROMPT_S = 0.0002
@@ -86,10 +86,10 @@ _PROMPT_S = 0.0002
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreOptions:
-    """Selection of checkpoints for a restore; steps in `suspects` are loaded only if nothing else can be loaded.
+    """Options for a restore. Steps in `suspects` are loaded only if nothing else can be.
 
     `optional_names` are inherited names that may be missing, because nodes outside this job may hold them.
-    `trust_foreign` allows DCP checkpoints of other tools, whose bytes have no digests. `corrupt` are names from earlier
+    `trust_foreign` allows other tools' DCP checkpoints, whose bytes have no digests. `corrupt` are names from earlier
     attempts that must not be loaded; if nothing else exists, the restore fails. `verdicts` is the storage of the run's
     own folder, where restore tests and verifications record bad copies.
     """
@@ -103,10 +103,10 @@ class RestoreOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """Result of a restore; `absent` are optional keys of this rank that the checkpoint does not have.
+    """Result of a restore. `absent` are this rank's optional keys that the checkpoint does not have.
 
-    `tier` is `memory` or the path of the tier. `bytes_read` counts the bytes that all ranks read from it,
-    `bytes_needed` the bytes that they needed, each counted once. Without `verified`, the bytes had no digests.
+    `tier` is `memory` or the path of the tier. `bytes_read` counts the bytes that all ranks read from the tier,
+    `bytes_needed` those that they needed, each counted once. If `verified` is False, the bytes had no digests.
     """
 
     step: int
@@ -142,7 +142,7 @@ class Restorer:
         self._corrupt, self._verdicts = tuple(options.corrupt), options.verdicts
         self.memory = memory
         self.distrusted = DistrustedCheckpoints()
-        """Checkpoints that must not be relied on from now on."""
+        """Checkpoints that must no longer be relied on."""
 
     def run(self, tensors: Mapping[str, Tensor] | Targets, optional_keys: OptionalKeys) -> Restored | None:
         """Load the newest trusted checkpoint, or return None if there is none. Raises NothingVerifies."""
@@ -202,16 +202,17 @@ class Restorer:
         return any(not place.shared for place in self._places)
 
     def _list_candidates(self) -> list[Candidate]:
-        """Return the candidates in this node's own tiers, and on rank 0 also in the shared ones.
+        """Return the candidates in this node's own tiers and, on rank 0, in the shared ones too.
 
-        Raises OSError for an unreadable tier, unless another tier has the newest checkpoint to inherit.
+        Raises OSError if a tier of the node's own is unreadable, or if a shared one is and no other tier has the newest
+        checkpoint to inherit.
         """
         deadline = time.monotonic() + LATE_S
         while True:
             found, unread = self._read_places()
             if unread is not None and (not found or newer_names([*self._required_names, *self._optional_names], found)):
                 raise unread
-            # Only names in shared places can appear late; other nodes report their own.
+            # Only names in shared tiers can appear late; other nodes report their own tiers.
             late = self._ranks.leads and not self._has_node_local_places() and newer_names(self._required_names, found)
             if not late or time.monotonic() >= deadline:
                 return found + self._list_foreign()
@@ -244,7 +245,7 @@ class Restorer:
         ]
 
     def _without_corrupt(self, found: Sequence[Candidate], refusals: list[CheckpointRefused]) -> list[Candidate]:
-        """Leave out checkpoints found CORRUPT after their commit, including their copies in memory."""
+        """Leave out checkpoints that were found CORRUPT after being committed, including their copies in memory."""
         mine = corrupt_copies(self._verdicts, self._places) if self._ranks.leads else ()
         copies = self._ranks.broadcast(mine)
         kept = []
@@ -259,7 +260,7 @@ class Restorer:
         return kept
 
     def _without_suspects(self, found: Sequence[Candidate]) -> list[Candidate]:
-        """Move suspects to the end, so that they are loaded only if nothing else can be loaded."""
+        """Move suspects to the end, so that they are loaded only if nothing else can be."""
         trusted = [candidate for candidate in found if candidate.step not in self._suspects]
         doubted = [candidate for candidate in found if candidate.step in self._suspects]
         if trusted:
@@ -277,10 +278,10 @@ class Restorer:
         optional_keys: OptionalKeys,
         refusals: list[CheckpointRefused],
     ) -> Restored | None:
-        """Load the first loadable copy of one step; return None if all are permanently refused.
+        """Load the first loadable copy of one step. Return None if all of them are permanently refused.
 
-        Unreadable copies in shared tiers are retried for LATE_S, then UnreadableNow is raised, because loading an
-        older checkpoint would repeat the training that they contain.
+        Unreadable copies in shared tiers are retried for LATE_S seconds. Then UnreadableNow is raised, because loading
+        an older checkpoint would mean repeating the training done since.
         """
         deadline = 0.0
         while True:
@@ -296,9 +297,9 @@ class Restorer:
                         continue
                     refusals.append(refusal)
                     self._refuse(refusal, candidate)
-            deadline = deadline or time.monotonic() + LATE_S  # the first try may take a long time
+            deadline = deadline or time.monotonic() + LATE_S  # not counting the first try, which may take a long time
             retry = restored is None and bool(unread) and time.monotonic() < deadline
-            if not self._ranks.broadcast(retry):  # the ranks' clocks differ
+            if not self._ranks.broadcast(retry):  # rank 0 decides, because the ranks' clocks differ
                 break
             time.sleep(_PATIENCE_S)
             copies = [candidate for candidate, _ in unread]
@@ -369,15 +370,15 @@ class Restorer:
             memory.take_back()
 
     def _local_result(self, name: str, act: Any) -> Any:
-        """Run `act` on all ranks and return this rank's result; raises CheckpointRefused everywhere if one failed."""
+        """Run `act` on all ranks and return this rank's result. Raises CheckpointRefused everywhere if one failed."""
         kept: list[Any] = []
         on_all_ranks(self._ranks, name, lambda: kept.append(act()))
         return kept[0]
 
     def _agree_on_manifest(self, place: ResolvedTier, name: str) -> tuple[Manifest, Index | None]:
-        """Return the manifest and the index, the same on all ranks; raises CheckpointRefused on all of them.
+        """Return the same manifest and index on all ranks. Raises CheckpointRefused on all of them.
 
-        No index is returned for a checkpoint in the run's own layout, whose index is already known.
+        For a checkpoint in the run's own layout, no index is returned, because it is already known.
         """
         ranks = self._ranks
         if place.shared:
@@ -434,7 +435,7 @@ class Restorer:
         )
 
     def _where(self, place: int) -> dict[str, str]:
-        """Return the tier as event data if there is more than one."""
+        """Return the tier as event data, or an empty dict if there is only one tier to load from."""
         if place < 0:
             return {"tier": MEMORY}
         return {"tier": self._places[place].path} if len(self._places) > 1 or self.memory is not None else {}
@@ -458,7 +459,7 @@ def _build_result(candidate: Candidate, tier: str, extra: dict[str, Any], loaded
 
 @contextmanager
 def _without_gc() -> Iterator[None]:
-    """Disable garbage collection, which takes longer than a restore, and shorten the GIL switch interval.
+    """Disable garbage collection, which can take longer than a restore, and shorten the GIL switch interval.
 
     Readers request the GIL twice per chunk, and Python's default interval is longer than a read.
     """

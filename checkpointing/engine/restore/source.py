@@ -1,4 +1,4 @@
-"""Source of a restore: files with their digests, an index of their contents, and the slices that a rank needs."""
+"""The source of a restore: files with their digests, an index of their contents, and the slices that a rank needs."""
 
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -20,19 +20,19 @@ from checkpointing.format.read_plan import Box, Shard, Slice, Strip, intersect, 
 
 @dataclass(frozen=True, kw_only=True)
 class OptionalKeys:
-    """Keys that a checkpoint may lack: any key under a prefix in `alone`, whole folders under a prefix in `together`.
+    """Keys that a checkpoint may lack: any key under a prefix in `alone`, and whole folders under one in `together`.
 
-    A key's folder is everything before its last slash, such as one parameter's optimizer state. A checkpoint without
-    any key under a prefix in `together` is an error.
+    A key's folder is everything before its last slash; one parameter's optimizer state is such a folder. A checkpoint
+    without any key under a prefix in `together` is an error.
     """
 
     alone: tuple[str, ...] = ("rng/",)
     together: tuple[str, ...] = ()
     complete: tuple[str, ...] = ()
-    """Prefixes below which every saved key must be wanted by some rank; otherwise it would be lost silently."""
+    """Prefixes under which every saved key must be wanted by some rank; otherwise its value would be silently lost."""
 
     def surplus(self, wanted: Container[str], known: Iterable[str]) -> bytes:
-        """Return a bit for each known key that must not be lost, in order: 1 if it is not wanted."""
+        """Return one bit, in sorted order, for each known key that must not be lost: 1 if it is not wanted."""
         bits = [key not in wanted for key in self._kept(known)]
         return sum(1 << at for at, bit in enumerate(bits) if bit).to_bytes(len(bits) // 8 + 1, "little")
 
@@ -53,10 +53,10 @@ class OptionalKeys:
 
 
 ONLY_RNG = OptionalKeys()
-"""Only random generator states may be missing."""
+"""Only the states of random number generators may be missing."""
 
 NO_OPTIMIZER_STATE = "optimizer/fresh/state"
-"""Marker in imported weights: the optimizer state is missing on purpose."""
+"""Marker in imported weights, meaning that the optimizer state is missing on purpose."""
 
 
 def _folder(key: str) -> str:
@@ -68,12 +68,12 @@ TensorsFor = Callable[[dict[str, Any]], Mapping[str, Tensor]]
 
 
 class Targets:
-    """Tensors to fill: the same for every checkpoint, or created for each checkpoint that is tried."""
+    """Tensors to fill: either the same for every checkpoint, or created for each checkpoint that is tried."""
 
     def __init__(self, tensors: Mapping[str, Tensor] | TensorsFor) -> None:
         self._make: TensorsFor = tensors if callable(tensors) else lambda _: tensors
         self.last: Mapping[str, Tensor] = {}
-        """Tensors of the checkpoint that was tried last."""
+        """The tensors for the most recently tried checkpoint."""
 
     def resolve(self, extra: dict[str, Any]) -> Mapping[str, Tensor]:
         """Return the tensors for `extra`; called on all ranks with the same value."""
@@ -92,7 +92,7 @@ def local_box(tensor: Tensor) -> Box:
     if not isinstance(tensor, DTensor):
         return Box((0,) * tensor.dim(), tuple(tensor.shape))
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    # A rank outside the mesh has neither values nor offsets.
+    # A rank outside the mesh has no values and no offsets.
     return Box(
         tuple(offsets) or (0,) * tensor.dim(), tuple(sizes) if offsets or not tensor.dim() else (0,) * tensor.dim()
     )
@@ -100,7 +100,7 @@ def local_box(tensor: Tensor) -> Box:
 
 @lru_cache(maxsize=256)
 def parse_dtype(name: str) -> torch.dtype | None:
-    """Return torch's dtype of this name, or None."""
+    """Return the torch dtype with this name, or None."""
     found = getattr(torch, name, None)
     return found if isinstance(found, torch.dtype) else None
 
@@ -116,7 +116,7 @@ def number_chunks(files: Iterable[tuple[str, int, int, tuple[str, ...] | None]])
 
 @dataclass(frozen=True, kw_only=True)
 class LoadSource:
-    """Source of a load: all files with their digests, the positions of tensors in them, and a function to open one."""
+    """Source of a load: all files with their digests, the positions of tensors in them, and how to open a file."""
 
     name: str
     shards: tuple[Shard, ...]
@@ -125,7 +125,7 @@ class LoadSource:
     seen: frozenset[str]  # files that this rank can read
     patience: float = 0.0
     pause: float = 0.2
-    odd: Mapping[int, Callable[[], Tensor]] = field(default_factory=dict)  # pieces that are not plain rows of values
+    odd: Mapping[int, Callable[[], Tensor]] = field(default_factory=dict)  # pieces that are not plain contiguous values
 
     @cached_property
     def shard(self) -> dict[str, Shard]:
@@ -133,18 +133,18 @@ class LoadSource:
 
     @cached_property
     def pieces(self) -> dict[str, list[int]]:
-        """Numbers of the pieces by tensor key."""
+        """Piece numbers, keyed by tensor key."""
         numbers: dict[str, list[int]] = {}
         for number, piece in enumerate(self.index.pieces):
             numbers.setdefault(piece.key, []).append(number)
         return numbers
 
 
-# ---- needed slices
+# ---- the slices that a rank needs
 
 
 class SliceBytes(NamedTuple):
-    """Bytes of a needed slice: file, rows, their size, and the range of chunks that they span."""
+    """The bytes of a needed slice: its file, its rows, their size, and the range of chunks that they span."""
 
     shard: Shard
     rows: list[Strip]
@@ -152,7 +152,7 @@ class SliceBytes(NamedTuple):
     chunks: range
 
     def by_chunk(self) -> Iterator[tuple[int, int]]:
-        """Yield the number of these bytes in each chunk."""
+        """Yield each chunk's number and how many of these bytes are in it."""
         if len(self.chunks) == 1:
             yield self.chunks[0], self.nbytes
         else:
@@ -162,7 +162,7 @@ class SliceBytes(NamedTuple):
 def find_slices(
     source: LoadSource, tensors: Mapping[str, Tensor], optional_keys: OptionalKeys
 ) -> tuple[list[Slice], tuple[str, ...]]:
-    """Return this rank's slices and the absent optional keys; raises CheckpointRefused for a misfit."""
+    """Return this rank's slices and the absent optional keys. Raises CheckpointRefused if a tensor does not fit."""
     known = source.index.tensors
     absent = sorted(key for key in tensors if key not in known)
     needed = optional_keys.required_keys(absent, known)
@@ -170,7 +170,7 @@ def find_slices(
         more = f" and {len(needed) - 1} more" if len(needed) > 1 else ""
         raise CheckpointRefused(source.name, f"has no tensor {needed[0]}{more}", damaged=False, fits=False)
     needs: list[Slice] = []
-    boxes: dict[tuple[object, ...], Box] = {}  # by layout
+    boxes: dict[tuple[object, ...], Box] = {}  # keyed by layout
     for key in sorted(tensors.keys() & known.keys()):
         _check_fit(source, key, tensors[key])
         tensor = tensors[key]
@@ -201,7 +201,7 @@ def _check_fit(source: LoadSource, key: str, tensor: Tensor) -> None:
 
 
 def _check_cover(name: str, key: str, local: Box, needs: Sequence[Slice]) -> None:
-    """Check that slices cover a box exactly: a gap between saved shards would silently leave old values."""
+    """Check that slices cover a box exactly; a gap between saved shards would silently leave old values in place."""
     boxes = [Box(need.goal, need.sizes) for need in needs]
     covered = sum(box.volume for box in boxes)
     if covered != local.volume:
@@ -211,11 +211,11 @@ def _check_cover(name: str, key: str, local: Box, needs: Sequence[Slice]) -> Non
 
 
 def locate_slice(source: LoadSource, need: Slice) -> SliceBytes:
-    """Return the bytes of a slice in its file; raises CheckpointRefused if the file has no such bytes."""
+    """Return the bytes of a slice in its file. Raises CheckpointRefused if the file has no such bytes."""
     piece = source.index.pieces[need.piece]
     shard = source.shard.get(piece.file)
     dtype = parse_dtype(source.index.tensors[piece.key].dtype)
-    assert dtype is not None  # it fits a local tensor
+    assert dtype is not None  # it has already been checked against a local tensor
     if shard is None:
         raise CheckpointRefused(source.name, f"{piece.key} is in {piece.file}, which the manifest does not list")
     if piece.data + piece.nbytes > shard.size:

@@ -38,16 +38,16 @@ _log = logging.getLogger(__name__)
 
 _POLL_SECONDS, _SLACK = 1.0, 30.0  # seconds
 _RETRY_SECONDS = 10.0
-"""Pause between two tries of `drain`."""
+"""Seconds between two tries of `drain`."""
 
 
 class Flusher:
-    """Flusher of one rank, created by all ranks together; does nothing with fewer than two tiers.
+    """One rank's flusher, created by all ranks together. With fewer than two tiers, it does nothing.
 
     All ranks call `record_commit`, `drain` and `close` in the same order. The next copy is always of the newest
     checkpoint; older ones committed during a copy are skipped. A tier that fails or hangs is reported
     (`checkpoint.failed`, `checkpoint.stuck`, with the tier) and retried after the next commit; `drain` retries it after
-    pauses. It blocks neither saves nor training.
+    pauses. The flusher never blocks saves or training.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class Flusher:
         distrusted: DistrustedCheckpoints | None = None,
         timeouts: TransferTimeouts | None = None,
     ) -> None:
-        """Start with the checkpoints that an earlier generation or attempt has not copied.
+        """Start with the checkpoints that earlier generations or attempts did not copy.
 
-        Takes ownership of `ranks`, a group for this thread only. `link` returns the current writer; `distrusted`
-        checkpoints are neither copied nor counted as substitutes.
+        Takes ownership of `ranks`, a group for this thread only. `link` returns the current writer; checkpoints in
+        `distrusted` are not copied and do not count towards those that retention keeps.
         """
         self._timeouts = timeouts or TransferTimeouts()
         emit = emit if ranks.leads else emit_nothing
@@ -85,25 +85,23 @@ class Flusher:
         self._reached = [0] * len(self._tiers)
         self._ended = False
         self.held: frozenset[str] = frozenset()
-        """Checkpoints now being copied, which retention must not delete."""
+        """The checkpoints being copied now, which retention must not delete."""
         self._thread: threading.Thread | None = None
         if len(self._tiers) > 1:
             self._signals = self._everything = 1
             self._thread = start_background_thread(self._serve, "checkpoint-flush")
 
     def record_commit(self, name: str) -> None:
-        """Record a commit in the first tier; returns immediately."""
+        """Record a commit in the first tier. Returns immediately."""
         with self._changed:
             self._state.latest = name
             self._signal()
 
     def drain(self, timeout: float | Callable[[], float]) -> bool:
-        """Copy the newest checkpoint to every tier regardless of `every`; return False on timeout.
+        """Copy the newest checkpoint to every tier regardless of `every`. Return False on timeout.
 
-        A tier that fails is retried until the timeout.
-
-        `timeout` is in seconds, or a function that is called once a second and returns the seconds left; all ranks use
-        rank 0's value.
+        A tier that fails is retried until the timeout. `timeout` is a number of seconds, or a function that is called
+        once a second and returns the seconds left. All ranks follow rank 0's timeout.
         """
         if self._thread is None:
             return True
@@ -120,7 +118,7 @@ class Flusher:
         return arrived
 
     def _await(self, at: int, left: Callable[[], float]) -> None:
-        # Rank 0 announces when it stops waiting; a rank that left earlier would end its copies.
+        # Rank 0 announces when it stops waiting. A rank that left earlier would abort its own copies.
         slack = 0.0 if self._ranks.leads else _SLACK
         with self._changed:
             while self._done < at and not self._ended and (rest := left() + slack) > 0:
@@ -135,12 +133,12 @@ class Flusher:
             self._thread.join(timeout)
             if self._thread.is_alive():
                 _log.warning("a checkpoint tier does not respond; the next start copies the remaining checkpoints")
-                return  # the group is in use
+                return  # the group is still in use
             self._thread = None
         self._ranks.close()
 
     def _signal(self) -> int:
-        """Count a signal; its number is the same on all ranks, whenever they receive it."""
+        """Count a signal. Its number is the same on all ranks, no matter when each rank receives it."""
         self._signals += 1
         self._changed.notify_all()
         return self._signals
@@ -150,14 +148,14 @@ class Flusher:
             while self._round():
                 pass
         except FAILURES as error:
-            # The group itself broke: the generation ends, and so does this thread.
+            # The group itself has failed, so the generation will end, and this thread ends too.
             _log.warning("checkpoints are no longer copied to further tiers: %s", explain(error))
         with self._changed:
             self._ended = True
             self._changed.notify_all()
 
     def _round(self) -> bool:
-        """Serve all signals that rank 0 has received so far; return False at the end."""
+        """Serve all signals that rank 0 has received so far. Return False if the flusher is closing."""
         with self._changed:
             self._changed.wait_for(lambda: self._signals > self._done)
             order = (self._signals, self._everything > self._done, self._state.closing)
@@ -165,7 +163,7 @@ class Flusher:
         if closing:
             return False
         arrived = []
-        # The same order on all ranks: tiers that did not respond or were too slow come last.
+        # All ranks use the same order: tiers that did not respond or were too slow come last.
         for target in sorted(range(1, len(self._tiers)), key=lambda target: target in self._stuck):
             arrived.append(self._serve_tier(target, everything))
             self._reached[target] = upto
@@ -176,14 +174,14 @@ class Flusher:
                 self._changed.wait_for(lambda: self._state.closing or not self._draining, _RETRY_SECONDS)
             return True
         with self._changed:
-            # A rank that receives some of these signals later finds them already served.
+            # If a rank receives some of these signals later, they have already been served.
             self._done = upto
             self._whole = upto if all(arrived) else self._whole
             self._changed.notify_all()
         return True
 
     def _serve_tier(self, target: int, everything: bool) -> bool:
-        """Bring one tier up to date; return False if it should have received a checkpoint, but did not."""
+        """Bring one tier up to date. Return False if it should have received a checkpoint but did not."""
         route = self._ranks.from_leader(lambda: self._route(target, everything))
         self._stuck.discard(target)
         if isinstance(route, tuple):
@@ -209,7 +207,10 @@ class Flusher:
             self.held = frozenset()
 
     def _route(self, target: int, everything: bool) -> "Route | tuple[()]":
-        """Return rank 0's route, or an empty tuple if there is nothing to copy; raises errors of target or source."""
+        """Return rank 0's route, or an empty tuple if there is nothing to copy.
+
+        Raises errors from the target or source.
+        """
         if not self._owner.fence():
             return ()
         choice = self._choice(target, everything)
@@ -226,7 +227,7 @@ class Flusher:
 
     def _make_folder(self, tier: ResolvedTier, name: str) -> None:
         if tier.catalog.is_tombstoned(name):
-            delete(tier.storage, name, self._owner.fence)  # begun by another process and not finished
+            delete(tier.storage, name, self._owner.fence)  # another process began this deletion and did not finish it
         warning = make_striped_folder(tier, name)
         if warning:
             _log.warning("%s", warning)

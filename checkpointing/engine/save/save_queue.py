@@ -1,4 +1,4 @@
-"""The save queue: one save after another, in its own thread, each agreed on by all ranks."""
+"""The save queue, which runs one save after another in its own thread. All ranks agree on each save."""
 
 import collections
 import logging
@@ -23,7 +23,7 @@ from checkpointing.event_sink import EmitEvent
 
 @dataclass(frozen=True, kw_only=True)
 class SaveAgreement:
-    """Agreement, equal on every rank: `same` if all can use their current plan, `alike` if rank states are equal."""
+    """The ranks' agreement. `same`: all can use their current plan. `alike`: all have the same `rank_state`."""
 
     same: bool
     has_room: bool
@@ -34,10 +34,10 @@ class SaveAgreement:
 def agree_on_save(
     ranks: RankGroup, *, plan: int, step: int, has_room: bool, idle: bool, rank_state: int = 0
 ) -> SaveAgreement:
-    """Exchange 64 bytes per rank; raises ValueError on every rank if their steps differ.
+    """Exchange 64 bytes per rank. Raises ValueError on every rank if their steps differ.
 
-    `plan` is the number of this rank's plan, 0 if its state no longer matches. `rank_state` is a digest of the facts
-    that may differ between ranks.
+    `plan` is the number of this rank's plan, or 0 if its state no longer matches it. `rank_state` is a digest of the
+    facts that may differ between ranks.
     """
     mine = [plan, -plan, step, -step, has_room, idle, rank_state, -rank_state]
     plan, most_plan, step, most_step, all_have_room, all_idle, state, most_state = ranks.minimum(mine)
@@ -57,7 +57,7 @@ _log = logging.getLogger(__name__)
 
 
 class SaveQueue:
-    """Queue of save jobs; all ranks submit the same jobs in the same order, and rank 0 decides on retries."""
+    """Queue of save jobs. All ranks submit the same jobs in the same order, and rank 0 decides on retries."""
 
     def __init__(
         self,
@@ -67,7 +67,10 @@ class SaveQueue:
         ended: Callable[[SaveJob, SavedCheckpoint | SaveFailed], None],
         pauses: Sequence[float] = RETRY_PAUSES,
     ) -> None:
-        """Create a queue; `ended` is called with each job and its result or failure, once its buffers are free."""
+        """Create a queue.
+
+        `ended` is called with each job and its result or failure, once the job's buffers are free.
+        """
         self._saver, self._ranks, self._emit, self._ended, self._pauses = saver, ranks, emit, ended, pauses
         self._jobs: collections.deque[SaveJob] = collections.deque()
         self._changed = threading.Condition()
@@ -76,7 +79,7 @@ class SaveQueue:
 
     @property
     def alive(self) -> bool:
-        """False once the thread has died of an unexpected error; this rank then finishes no further save."""
+        """False once an unexpected error has ended the thread. This rank then completes no more saves."""
         return not self._dead
 
     def submit(self, job: SaveJob) -> None:
@@ -87,7 +90,7 @@ class SaveQueue:
             self._thread = start_background_thread(self._serve, "checkpoint-saves")
 
     def wait(self) -> None:
-        """Return once no save is running; during the wait, a failed save is retried only briefly."""
+        """Return once no save is running. During the wait, a failed save is retried only briefly."""
         with self._changed:
             self._waited = True
             self._changed.notify_all()
@@ -118,13 +121,13 @@ class SaveQueue:
     def _serve_one(self, job: SaveJob) -> None:
         result = self._work(job)
         job.staged.drain()
-        # The save is committed or failed by now; later errors must not change that or stop the next save.
+        # By now the save has either been committed or failed. Later errors must not change that or stop the next save.
         ended = result_or_failed(lambda: self._ended(job, result))
         if isinstance(ended, Failed):
             _log.error("after the save of step %d: %s", job.step, ended.reason)
 
     def _die(self, job: SaveJob, error: Exception) -> None:
-        """Release everything that waits: callers of `wait`, training that fills buckets, other ranks."""
+        """Release everything that is waiting: callers of `wait`, training that is filling buckets, other ranks."""
         _log.error("the save thread has ended", exc_info=error)
         with self._changed:
             self._dead = True
@@ -145,14 +148,14 @@ class SaveQueue:
             return self._jobs.popleft()
 
     def _work(self, job: SaveJob) -> SavedCheckpoint | SaveFailed:
-        """Retry until the job is saved or given up; return the result or the last failure."""
+        """Retry until the job is saved or given up on. Return the result or the last failure."""
         tries = 0
         while True:
             try:
                 return self._saver.run(job)
             except SaveFailed as failure:
                 try:
-                    # An error while deciding or emitting the event means no retry.
+                    # If deciding or emitting the event fails, there is no retry.
                     again = self._ranks.from_leader(partial(self._should_retry, job, failure, tries))
                 except FAILURES as error:
                     return SaveFailed(job.step, self._broken(job, error))
@@ -166,13 +169,13 @@ class SaveQueue:
             tries += 1
 
     def _broken(self, job: SaveJob, error: BaseException) -> str:
-        """Report a broken group; no rank can act for the others afterwards."""
+        """Report a broken group. From then on, no rank can act for the others."""
         reason = f"rank {self._ranks.rank}: {explain(error)}"
         self._emit("checkpoint.failed", {"step": job.step, "reason": reason})
         return reason
 
     def _should_retry(self, job: SaveJob, failure: SaveFailed, tries: int) -> bool:
-        """Decide on rank 0, and pause before a retry; a newer save always takes precedence."""
+        """Decide on rank 0, and pause before a retry. A newer save always takes precedence."""
         if isinstance(failure, (FencedOff, Unsound)) or not job.staged.kept or tries >= len(self._pauses):
             return False
         if self._jobs or (self._waited and tries >= _WAITED_TRIES):
@@ -181,7 +184,7 @@ class SaveQueue:
         return self._pause(self._pauses[tries])
 
     def _pause(self, seconds: float) -> bool:
-        """Pause, but less while a caller waits for this save; return False as soon as a newer save is queued."""
+        """Pause, but for less time if a caller is waiting. Return False as soon as a newer save is queued."""
         start = time.monotonic()
         with self._changed:
             while not self._jobs:

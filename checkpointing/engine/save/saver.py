@@ -1,4 +1,7 @@
-"""A save, agreed between ranks: name, write, inspect, seal. Runs on the queue's thread, over its own group."""
+"""A save that all ranks carry out together: name, write, inspect, seal.
+
+Runs on the queue's thread, over its own group.
+"""
 
 import concurrent.futures
 import logging
@@ -26,7 +29,7 @@ from checkpointing.writer.arena import Arena
 from checkpointing.writer.write_orders import WriteOrder, WriteResult
 
 STUCK_SECONDS = 30.0
-"""Seconds beyond the time of a slow disk after which a write is reported as stuck."""
+"""Seconds beyond what a slow disk would need, after which a write is reported as stuck."""
 
 _SLOW_DISK = 32 << 20  # bytes per second
 _HEAD_START = 0.001
@@ -57,7 +60,7 @@ class Writer(Protocol):
 
 @dataclass(frozen=True)
 class SaveJob:
-    """Inputs of one save; the state is copied, or being copied."""
+    """Inputs for one save. The state has been copied or is being copied."""
 
     step: int
     plan: AgreedPlan
@@ -105,7 +108,7 @@ class CheckpointSaver:
         self.writer = writer
 
     def run(self, job: SaveJob) -> SavedCheckpoint:
-        """Name, write and seal one checkpoint; raises SaveFailed on every rank if any rank failed."""
+        """Name, write and seal one checkpoint. Raises SaveFailed on every rank if any rank failed."""
         start = time.monotonic()
         name = self._agreed_name(job)
         submitted = _Submitted()
@@ -116,7 +119,7 @@ class CheckpointSaver:
             None if reports is None else result_or_failed(lambda: self._judge_state(job, name, reports, described))
         )
         if self._ranks.broadcast(_refusal(judgement) is not None):
-            self._forget(job)  # now: the write may be slow, and a restart meanwhile would prefer the copy in memory
+            self._forget(job)  # now, because a restart during a slow write would prefer the copy in memory
         everything = self._ranks.gather(result_or_failed(lambda: self._written(job, submitted)))
         manifest: Manifest | Failed | None = None
         if everything is not None:
@@ -134,7 +137,7 @@ class CheckpointSaver:
         saved = SavedCheckpoint(name, sealed.size, time.monotonic() - start, sealed.manifest)
         if isinstance(judgement, StateJudgement):
             accepted = judgement
-            # It is committed: a failed event must not make one rank believe otherwise.
+            # The checkpoint is committed; a failed event must not make one rank believe otherwise.
             not_emitted = result_or_failed(lambda: self._emit_saved(job, saved, accepted))
             if isinstance(not_emitted, Failed):
                 _log.error("%s is committed, but its event could not be written: %s", name, not_emitted.reason)
@@ -143,7 +146,7 @@ class CheckpointSaver:
     # ---- naming
 
     def _agreed_name(self, job: SaveJob) -> str:
-        """Agree on a fresh name from rank 0; raises SaveFailed on every rank if that fails."""
+        """Agree on a fresh name from rank 0. Raises SaveFailed on every rank if that fails."""
         there = None if self._place.shared else self._ranks.gather(result_or_failed(self._place.catalog.names))
         agreed = self._ranks.from_leader(lambda: self._name_checkpoint(job, there))
         if isinstance(agreed, Failed):
@@ -155,7 +158,8 @@ class CheckpointSaver:
             raise SaveFailed(job.step, failed.reason)
         owner, step = self._owner, job.step
         taken = self._place.catalog.names() if there is None else [each for names in there for each in names]
-        # Steps grow within a generation: no name is reused, even after retention has deleted the first folder.
+        # Steps only increase within a generation, so no name is reused, even after retention has deleted the first
+        # folder.
         name = fresh_name(step, owner.attempt, owner.nonce, taken, first=int(job.world.get("generation") or 1))
         self._emit("checkpoint.saving", {"step": step, "name": name})
         warning = make_striped_folder(self._place, name)
@@ -166,7 +170,7 @@ class CheckpointSaver:
     # ---- writing
 
     def _submit_parts(self, job: SaveJob, name: str, submitted: _Submitted) -> InspectionReport:
-        """Hand every part to the writer once it is copied, and inspect it while it is being written."""
+        """Hand each part to the writer once it has been copied, and inspect it while it is being written."""
         if not self.writer.alive:
             _log.warning("the checkpoint writer is gone; starting another")
             self.writer = self.writer.replacement()
@@ -178,7 +182,7 @@ class CheckpointSaver:
             submitted.writes.append((bucket, self.writer.write(self._order(job, name, bucket))))
             if not submitted.described:
                 submitted.described += self._describe(job, name)
-            # The writer woke up on this core; with its low priority it would not run here during the inspection.
+            # The writer woke up on this core, where its low priority would keep it from running during the inspection.
             time.sleep(_HEAD_START)
             inspection.inspect(bucket.memory, bucket.part.items)
             if not job.staged.kept:
@@ -207,7 +211,7 @@ class CheckpointSaver:
         )
 
     def _written(self, job: SaveJob, submitted: _Submitted) -> tuple[FileEntry | Region, ...]:
-        """Wait until the writer has read the buffers; return the written files or raise the first failure."""
+        """Wait until the writer no longer reads the buffers. Return the written files or raise the first failure."""
         for bucket, write in submitted.writes:
             self._await_write(write, job, bucket)
             bucket.copy.certify()
@@ -222,7 +226,7 @@ class CheckpointSaver:
         return tuple(Region.from_entry(entry, filled, job.plan.places) for entry, filled in written)
 
     def _await_write(self, write: "Future[WriteResult]", job: SaveJob, bucket: Bucket) -> None:
-        """Wait as long as the write takes; report once if it takes far too long."""
+        """Wait for as long as the write takes. Report it once if it takes far too long."""
         size = sum(size for _, _, size in bucket.part.files)
         if not concurrent.futures.wait([write], STUCK_SECONDS + size / _SLOW_DISK).done:
             reason = f"rank {self._ranks.rank}: {size} bytes are still not written to {self._place.path}"
@@ -234,7 +238,7 @@ class CheckpointSaver:
     def _judge_state(
         self, job: SaveJob, name: str, reports: Sequence[Any], described: "list[Future[FileEntry]]"
     ) -> StateJudgement:
-        """Judge the state on rank 0 and write the fingerprints in parallel with the data; raises UnsavableState."""
+        """Judge the state on rank 0 and write the fingerprints in parallel with the data. Raises SaveFailed."""
         failed = Failed.combine(reports)
         if failed is not None:
             raise failed.error(job.step)
@@ -263,7 +267,7 @@ class CheckpointSaver:
         )
 
     def _seal(self, manifest: Manifest | Failed | None) -> Commit | Failed:
-        """Seal on rank 0, or once per node in a node-local tier; return COMMIT or the failure, equal on every rank."""
+        """Seal on rank 0, or once per node in a node-local tier. Return the same COMMIT or failure on every rank."""
         if not self._place.shared:
             manifest = self._ranks.broadcast(manifest)
         done: Commit | Failed | None = manifest if isinstance(manifest, Failed) else None
@@ -277,7 +281,7 @@ class CheckpointSaver:
         return agreed
 
     def _undo(self, job: SaveJob, name: str, failed: Failed) -> None:
-        """Delete an unfinished folder, to which no process writes any longer."""
+        """Delete an unfinished folder that no process is writing to any more."""
         if failed.final:
             self._forget(job)
         if failed.fenced or not self._seals:
@@ -288,7 +292,7 @@ class CheckpointSaver:
             _log.warning("half-written %s could not be removed yet: %s", name, error)
 
     def _forget(self, job: SaveJob) -> None:
-        """Invalidate the copy in memory too; the writer publishes its record once it is fully digested."""
+        """Invalidate the copy in memory, whose record the writer publishes once the buffer is fully digested."""
         for bucket in job.staged.buckets() if job.staged.kept else ():
             self.writer.arena.clear(bucket.buffer)
 
@@ -300,5 +304,5 @@ class CheckpointSaver:
 
 
 def _refusal(result: Any) -> Failed | None:
-    """Return a failure that no retry can change; it takes precedence over disk failures."""
+    """Return the result if it is a failure that no retry can fix, else None. It takes precedence over disk failures."""
     return result if isinstance(result, Failed) and result.final else None

@@ -1,4 +1,4 @@
-"""Transfer of one checkpoint to another tier, with a time limit for every access."""
+"""Transfer of one checkpoint to another tier, with a time limit on every access."""
 
 import concurrent.futures
 import errno
@@ -26,10 +26,10 @@ T = TypeVar("T")
 
 
 class BoundedTier:
-    """A rank's accesses to a tier; a hung access is abandoned, and no other access starts until it has returned."""
+    """A rank's access to a tier. A hung call is abandoned, and no other call starts until it has returned."""
 
     def __init__(self, tier: ResolvedTier, seconds: float) -> None:
-        """Create a tier with a limit of `seconds` for each access to names and markers."""
+        """Create a tier with a limit of `seconds` on each access to names and markers."""
         self.tier, self._seconds, self._threads = tier, seconds, OrderThreads()
         self._abandoned: Future[Any] | None = None
 
@@ -39,11 +39,11 @@ class BoundedTier:
         return self._abandoned is not None and not self._abandoned.done()
 
     def run(self, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call `act` in its own thread; raises the error of `act`, or OSError (ETIMEDOUT)."""
+        """Call `act` in its own thread. Raises the error of `act`, or OSError (ETIMEDOUT)."""
         return self.run_within(self._seconds, lambda: act(*args, **kwargs))
 
     def run_within(self, seconds: float, act: Callable[[], T]) -> T:
-        """Call `act` as `run` does, with a different limit."""
+        """Call `act` as `run` does, but with a different limit."""
         self.check()
         future = self._threads.start(lambda _: act())
         try:
@@ -55,7 +55,7 @@ class BoundedTier:
         raise OSError(errno.ETIMEDOUT, f"{self.tier.path} has not responded for {seconds:.0f} s")
 
     def abandon(self, future: "Future[Any]") -> None:
-        """Stop waiting for an access; no other access starts here until it has returned."""
+        """Stop waiting for an access. No other access to this tier starts until it has returned."""
         self._abandoned = future
 
     def check(self) -> None:
@@ -65,15 +65,15 @@ class BoundedTier:
 
 
 class FlushState:
-    """State and events of the flusher; `emit` does nothing on ranks other than 0."""
+    """The flusher's state and events. `emit` does nothing on ranks other than 0."""
 
     def __init__(self, emit: EmitEvent) -> None:
         self._emit = emit
         self.latest: str | None = None
         """Name of the newest checkpoint committed in the first tier."""
         self.closing = False
-        """Whether the run is ending; copies in progress are abandoned, and failures are no longer reported."""
-        self._failing: dict[str, tuple[str | None, str]] = {}  # last report per tier
+        """Whether the run is ending. If so, copies in progress are abandoned, and failures are no longer reported."""
+        self._failing: dict[str, tuple[str | None, str]] = {}  # the last failure reported for each tier
 
     def report_arrival(self, tier: ResolvedTier, manifest: Manifest, seconds: float) -> None:
         self._failing.pop(tier.path, None)
@@ -81,13 +81,13 @@ class FlushState:
         self._emit("checkpoint.flushed", {**facts, "bytes": manifest.size, "seconds": seconds})
 
     def report_presence(self, tier: ResolvedTier) -> None:
-        """Report that the tier has the newest checkpoint, if the last report on the tier was a failure."""
+        """Report that the tier has the newest checkpoint, if the last report about the tier was a failure."""
         if self._failing.pop(tier.path, None) is not None and (parts := parse_name(self.latest or "")) is not None:
             facts = {"step": parts.step, "name": self.latest, "tier": tier.path}
             self._emit("checkpoint.flushed", {**facts, "bytes": 0, "seconds": 0.0})
 
     def report_failure(self, tier: ResolvedTier, failure: Failed) -> None:
-        """Report a failure, once for the same checkpoint and reason."""
+        """Report a failure, but only once for the same checkpoint and reason."""
         known, self._failing[tier.path] = self._failing.get(tier.path), (self.latest, failure.reason)
         if not self.closing and known != self._failing[tier.path]:
             kind = "checkpoint.stuck" if failure.stuck else "checkpoint.failed"
@@ -114,9 +114,9 @@ _POLL_SECONDS = 0.2
 class TransferTimeouts:
     """Time limits of a transfer, in seconds.
 
-    `access` limits one access to names and markers. `copy` is added to the time that a slow
-    disk would need for a rank's copies. `look` is the interval between checks of the other ranks' progress. `late` is
-    how long to wait until other ranks' files become visible.
+    `access` limits one access to names and markers. `copy` is added to the time that a slow disk would need for a
+    rank's files. `look` is the interval between checks of the other ranks' progress. `late` is how long to wait for
+    other ranks' files to become visible.
     """
 
     access: float = 120.0
@@ -128,7 +128,7 @@ class TransferTimeouts:
 @peer_message
 @dataclass(frozen=True)
 class Route:
-    """A checkpoint's route; `source` and `target` are tier numbers."""
+    """The route that a checkpoint takes. `source` and `target` are tier numbers."""
 
     source: int
     target: int
@@ -136,7 +136,10 @@ class Route:
 
 
 class TierTransfer:
-    """Transfer by all ranks, which call `run` with the same route; every step that may fail or hang is agreed on."""
+    """Transfer by all ranks, which call `run` with the same route.
+
+    They agree on the outcome of every step that may fail or hang.
+    """
 
     def __init__(
         self,
@@ -151,14 +154,17 @@ class TierTransfer:
         self._link, self._timeouts, self._state = link, timeouts, state
 
     def run(self, route: Route) -> Failed | None:
-        """Copy and seal; return None once the target has committed, else the same failure on every rank."""
+        """Copy and seal.
+
+        Return None once the checkpoint is committed in the target tier, else the same failure on every rank.
+        """
         seen = self._ranks.all_gather(result_or_failed(lambda: self._seen(route)))
         if failure := Failed.combine(seen):
             return failure
         names = [None if isinstance(found, Failed) else found for found in seen]
         shares = result_or_failed(lambda: divide_files(route.manifest.files, names))
         if isinstance(shares, Failed):
-            return shares  # the same on every rank, computed from the same lists
+            return shares  # the same on every rank, because it is computed from the same lists
         mine = shares[self._ranks.rank]
         failure = Failed.combine(self._await_copies(route, mine, max(map(_size, shares))))
         return failure or Failed.combine(self._ranks.all_gather(result_or_failed(lambda: self._seal(route, mine))))
@@ -170,7 +176,7 @@ class TierTransfer:
         return frozenset(source.run(source.tier.storage.list, route.manifest.name))
 
     def _await_copies(self, route: Route, files: tuple[FileEntry, ...], most: int) -> list[Copied | Failed | None]:
-        """Return the outcomes of all ranks' copies; a rank that is done waits here for the others."""
+        """Return the outcomes of all ranks' copies. A rank that is done waits here for the others."""
         begun = result_or_failed(lambda: self._begin(route, files))
         late = time.monotonic() + self._copy_timeout(route, files)
         report_at = time.monotonic() + self._timeouts.access + self._usual(route, most)
@@ -214,12 +220,12 @@ class TierTransfer:
         return 2 * size / MIB / min(self._tiers[route.target].tier.bandwidth or _DISK, _DISK)
 
     def _outcome(self, route: Route, begun: "Future[Copied]", late: float) -> Copied | Failed | None:
-        """Return the outcome of this rank's copy, or None while it is running."""
+        """Return the outcome of this rank's copy, or None while it is still running."""
         if not concurrent.futures.wait([begun], self._timeouts.look).done:
             if time.monotonic() < late:
                 return None
             self._tiers[route.target].abandon(begun)
-            return Failed("the copy does not finish", stuck=True)
+            return Failed("the copy did not finish in time", stuck=True)
         copied = result_or_failed(begun.result)
         if isinstance(copied, Copied) and copied.bad:
             return Failed(f"the source is damaged: {copied.bad}", damaged=True)
@@ -229,15 +235,15 @@ class TierTransfer:
         target = self._tiers[route.target]
         if not self._ranks.looks_after(shared=target.tier.shared):
             return None
-        # The files of other nodes are not expected on a node's own disk.
+        # Other nodes' files are not expected on a node's own disk.
         expected = route.manifest.files if target.tier.shared else mine
         return target.run(self._sealed_whole, target.tier.storage, route.manifest, expected)
 
     def _sealed_whole(self, storage: Storage, manifest: Manifest, expected: Sequence[FileEntry]) -> Commit:
-        """Seal once every file is visible; another process may have deleted one since it was written."""
+        """Seal once every file is visible. Another process may have deleted one since it was written."""
         late = time.monotonic() + self._timeouts.late
         while missing := _missing(storage, manifest.name, expected):
-            # Shared file systems may show names and sizes late.
+            # Shared file systems may be slow to show new names and sizes.
             if time.monotonic() >= late or self._state.closing:
                 raise OSError(errno.ENOENT, f"{manifest.name}/{missing[0]} is missing although it was copied")
             time.sleep(_POLL_SECONDS)

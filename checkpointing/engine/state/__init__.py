@@ -1,1 +1,1 @@
-"""A rank's state before it is written: plan, layout, copies in the arena, and checks of the values."""
+"""A rank's state before it is written: plan, layout, copies in the arena, and checks on the values."""

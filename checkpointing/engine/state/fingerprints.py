@@ -1,13 +1,14 @@
-"""Fingerprints of tensor values that are independent of how the tensor is sharded over ranks.
+"""Fingerprints of tensor values that do not depend on how the tensor is sharded across ranks.
 
-A tensor is read as a matrix of words (32, 16 or 8 bits, by the width of its values): row = index in the first
-dimension, column = index in the rest. Every row and every column has an odd weight, derived from its global number. The
-two weighted sums modulo 2^32 are linear, so the contributions of the shards add up to the fingerprint of the whole.
+A tensor is read as a matrix of words (32, 16 or 8 bits, depending on the width of its values). The row is the index in
+the first dimension, the column the index in the rest. Every row and every column has an odd weight, derived from its
+global number. The two weighted sums modulo 2^32 are linear, so the shards' contributions add up to the fingerprint of
+the whole.
 
-Fingerprints distinguish a stale, torn or misplaced tensor from the right one. They are not digests; every byte also
-has a digest. The highest bit of a 32-bit word contributes 2^31 for any odd weight. An even number of changed signs in
-an otherwise equal tensor of 4- or 8-byte floats therefore leaves both sums unchanged: a tensor and its negative can
-have the same fingerprint.
+Fingerprints distinguish a stale, torn or misplaced tensor from the right one. They do not replace digests, which cover
+every byte as well. The highest bit of a 32-bit word contributes 2^31 for any odd weight. In a tensor of 4- or 8-byte
+floats, flipping an even number of signs therefore leaves both sums unchanged, so a tensor and its negative can have the
+same fingerprint.
 """
 
 import math
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 SLICE = 1 << 20
-"""Words per block, so that every pass after the first finds them in the cache."""
+"""Words per block, chosen so that every pass after the first finds them in the cache."""
 
 _MASK = 0xFFFFFFFF
 _SPAN = 1 << 18
@@ -34,7 +35,7 @@ def word_type(dtype: torch.dtype) -> torch.dtype:
 
 
 def _mix(index: Tensor, seed: int) -> Tensor:
-    """Return odd 32-bit numbers (as int32) for int64 indices; multiplication wraps, as in murmur's finalizer."""
+    """Return odd 32-bit numbers (as int32) for int64 indices. Multiplication wraps, as in murmur's finalizer."""
     mixed = (index + seed) & _MASK
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         mixed = ((mixed ^ (mixed >> shift)) * factor) & _MASK
@@ -47,12 +48,12 @@ def _table(seed: int) -> Tensor:
 
 
 def _low_weights(index: Tensor, seed: int) -> Tensor:
-    """Return weights of indices below _SPAN; short inputs skip the table."""
+    """Return the weights for indices below _SPAN. Short inputs skip the table."""
     return _mix(index, seed) if index.numel() < _SPAN // 8 else _table(seed)[index]
 
 
 def _weights(index: Tensor, seed: int) -> Tensor:
-    """Return each weight as the product of weights for the index's high and low bits; cheap for long ranges."""
+    """Return the weights, each a product of weights for the index's high and low bits. Cheap for long ranges."""
     return _low_weights(index & (_SPAN - 1), seed) * _mix(index // _SPAN, ~seed & _MASK)
 
 
@@ -68,7 +69,7 @@ def _row_weights(start: int, count: int) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _column_weights(form: "PieceSpec", start: int, count: int) -> Tensor:
-    """Return the weights of a piece's columns from `start` on."""
+    """Return the weights of `count` of a piece's columns, beginning with column `start`."""
     place = torch.arange(start, start + count, device="cpu")
     word, rest = place % form.words, place // form.words
     index, step = torch.zeros_like(place), 1
@@ -106,9 +107,10 @@ class PieceSpec(NamedTuple):
 
 
 def weighted_sums(block: Tensor, form: PieceSpec, row: int, column: int) -> tuple[Tensor, Tensor]:
-    """Return the weighted sums of a block of words, items x rows x columns, at `row` and `column` of its pieces.
+    """Return the weighted sums of a block of words (items x rows x columns).
 
-    Returns two int32 tensors with one number per item; they wrap around, and the sums of blocks add up.
+    `row` and `column` are the position of the block in its pieces. The result is two int32 tensors with one number per
+    item. The numbers wrap around, and the sums of blocks add up.
     """
     rows = _row_weights(form.first_row + row, block.shape[1]).to(block.device)
     columns = _column_weights(form, column, block.shape[2]).to(block.device)
@@ -121,7 +123,7 @@ def weighted_sums(block: Tensor, form: PieceSpec, row: int, column: int) -> tupl
 
 
 def blocks(items: int, rows: int, columns: int) -> Iterable[tuple[slice, slice, slice]]:
-    """Yield slices of items, rows and columns that cover everything, about SLICE words each."""
+    """Yield slices of items, rows and columns that together cover everything, with about SLICE words each."""
     width = min(columns, SLICE)
     height = min(rows, max(1, SLICE // max(1, width)))
     depth = min(items, max(1, SLICE // max(1, width * height)))
@@ -136,13 +138,13 @@ def blocks(items: int, rows: int, columns: int) -> Iterable[tuple[slice, slice, 
 
 
 def partial(local: Tensor, offsets: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return a part's contribution to the fingerprint; the part is at `offsets` in a tensor of this shape."""
+    """Return a part's contribution to the fingerprint. The part is at `offsets` in a tensor of this shape."""
     rows, columns = _digest_alike([local.cpu()], PieceSpec(local.dtype, local.shape, offsets, shape))[0].tolist()
     return rows & _MASK, columns & _MASK
 
 
 def combine(parts: Iterable[tuple[int, int]]) -> str:
-    """Return the fingerprint of a tensor from the contributions of its parts: 16 hex digits."""
+    """Return a tensor's fingerprint (16 hex digits), computed from the contributions of its parts."""
     rows = columns = 0
     for by_row, by_column in parts:
         rows, columns = rows + by_row, columns + by_column
@@ -155,9 +157,10 @@ def fingerprint(tensor: Tensor) -> str:
 
 
 def digest_replicas(tensors: Sequence[Tensor]) -> Tensor:
-    """Return two int32 numbers per tensor, equal for equal values: one row per tensor, on its device.
+    """Return a row of two int32 numbers per tensor, on the tensors' device. Equal tensors have equal numbers.
 
-    Small tensors of equal form are processed together, because thousands of separate calls would take too long.
+    Small tensors of the same dtype and shape are processed together, because thousands of separate calls would take too
+    long.
     """
     found = torch.zeros(len(tensors), 2, dtype=torch.int32, device=tensors[0].device if tensors else "cpu")
     groups: dict[PieceSpec, list[int]] = {}

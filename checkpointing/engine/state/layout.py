@@ -1,12 +1,12 @@
-"""Layout of a rank's tensors in its files and in the arena.
+"""The layout of a rank's tensors in its files and in the arena.
 
-Without record checksums (the manifest has better ones), a template is laid out once, and values can be written between
-its two halves any number of times. The result is an ordinary torch.save file. Every template is checked when it is
-created.
+Because record checksums are omitted (the manifest has better ones), a template is laid out once, and values can be
+written between its two halves any number of times. The result is an ordinary torch.save file. Every template is checked
+when it is created.
 
-A file begins at a page of the buffer and is padded to whole pages, so that direct I/O can write it. A record begins at
-a multiple of 64 bytes, so that its values are aligned. Equal tensors are adjacent at a constant distance, so that one
-operation can process many of them.
+A file begins at a page boundary in the buffer and is padded to whole pages, so that direct I/O can write it. A record
+begins at a multiple of 64 bytes, so that its values are aligned. Tensors of the same dtype and shape are adjacent and
+evenly spaced, so that one operation can process many of them.
 """
 
 import io
@@ -28,14 +28,14 @@ from checkpointing.message_codec import peer_message
 from checkpointing.storage.shared_memory import PAGE, whole_pages
 
 ALIGNMENT = 64
-"""Alignment of values in torch.save, in bytes, which is kept if the record starts at a multiple of it."""
+"""Alignment of values in torch.save, in bytes. Values stay aligned if the record starts at a multiple of it."""
 
 _SMALL = 1 << 16
 _NO_RESERVE = 0x4000  # MAP_NORESERVE, missing from this Python's mmap
 
 
 def region(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """Return the part of a tensor at these offsets, in the same memory."""
+    """Return a view of the part of a tensor at these offsets."""
     if tuple(tensor.shape) == tuple(sizes):
         return tensor
     found = tensor.detach()
@@ -64,7 +64,7 @@ class RecordTemplate:
 
 @lru_cache(maxsize=4096)
 def template(dtype: torch.dtype, shape: tuple[int, ...]) -> RecordTemplate:
-    """Return the template of a contiguous tensor without memory for its values; raises RecordFormatError."""
+    """Return the template of a contiguous tensor without using memory for its values. Raises RecordFormatError."""
     nbytes = math.prod(shape) * dtype.itemsize
     made = _small_template(dtype, shape) if nbytes <= _SMALL else _large_template(dtype, shape, nbytes)
     if made.nbytes != nbytes or len(made.head) % ALIGNMENT:
@@ -75,7 +75,7 @@ def template(dtype: torch.dtype, shape: tuple[int, ...]) -> RecordTemplate:
 
 
 def placeholder_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor whose memory is never touched or reserved, so it may be larger than free memory."""
+    """Return a tensor whose memory is never touched or reserved, so it may be larger than the free memory."""
     if not (nbytes := math.prod(shape) * dtype.itemsize):
         return torch.empty(shape, dtype=dtype, device="cpu")
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
@@ -84,7 +84,7 @@ def placeholder_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 
 @contextmanager
 def without_checksums() -> Iterator[None]:
-    """Omit record checksums, which torch itself does not check; the manifest has better ones."""
+    """Make torch.save omit record checksums, which torch itself does not check. The manifest has better ones."""
     before = get_crc32_options()
     set_crc32_options(False)
     try:
@@ -94,7 +94,7 @@ def without_checksums() -> Iterator[None]:
 
 
 def _small_template(dtype: torch.dtype, shape: tuple[int, ...]) -> RecordTemplate:
-    """Return a template cut from a real file, after comparing it with a file of different values."""
+    """Return a template cut from a real file, after comparing that file with one that holds different values."""
     zeros, others = torch.zeros(shape, dtype=dtype, device="cpu"), _alternating_tensor(dtype, shape)
     saved = _save_to_bytes(zeros)
     try:
@@ -126,7 +126,7 @@ def _save_to_bytes(tensor: Tensor) -> bytes:
 
 
 class _ValueSkipper:
-    """File object that keeps everything except the values, which it never reads."""
+    """File object that keeps everything written to it except the values, which it never reads."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes, self._found = nbytes, 0
@@ -149,9 +149,9 @@ class _ValueSkipper:
 
 
 def _large_template(dtype: torch.dtype, shape: tuple[int, ...], nbytes: int) -> RecordTemplate:
-    """Return the template of a large tensor: torch writes the values in one piece, and the template is the rest."""
+    """Return the template of a large tensor. torch writes the values in one piece, and the template is the rest."""
     small_enough = tuple(min(length, 2) for length in shape)
-    template(dtype, small_enough)  # the checks that need memory, on a smaller tensor
+    template(dtype, small_enough)  # runs the checks that need memory, on a smaller tensor
     skipper = _ValueSkipper(nbytes)
     with without_checksums():
         torch.save(placeholder_tensor(dtype, shape), cast(IO[bytes], skipper))
@@ -162,15 +162,15 @@ def _large_template(dtype: torch.dtype, shape: tuple[int, ...], nbytes: int) -> 
 
 
 FileSpan = tuple[str, int, int]
-"""Name, offset in the buffer, size."""
+"""A file's name, offset in the buffer, and size."""
 
 
 @peer_message
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A rank's share of a tensor to write: `shape` values from `offsets` on in a tensor of shape `whole`.
+    """A rank's share of a tensor to write: a block of `shape` values at `offsets` in a tensor of shape `whole`.
 
-    `within` is their start in the rank's own part of the tensor. The last three fields are for torch's planner.
+    `within` is the block's start in the rank's own part of the tensor. The last three fields are for torch's planner.
     """
 
     key: str
@@ -191,7 +191,7 @@ class Share:
 @peer_message
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A share with its location: `place` is the offset of its values in the buffer, `piece` the entry in the index."""
+    """A share and its location. `place` is the offset of its values in the buffer, `piece` its entry in the index."""
 
     share: Share
     place: int
@@ -220,13 +220,13 @@ class Part:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """All parts of one rank, in the order in which they are written."""
+    """All of one rank's parts, in the order in which they are written."""
 
     parts: tuple[Part, ...]
 
     @property
     def buffer_bytes(self) -> int:
-        """Size of a buffer that holds the largest part; at least a page, even for a rank that writes nothing."""
+        """Size of a buffer that can hold the largest part. At least one page, even for a rank that writes nothing."""
         return max([PAGE, *(offset + size for part in self.parts for _, offset, size in part.files)])
 
     @property
@@ -240,7 +240,7 @@ class FileLayout:
 
 @dataclass(frozen=True)
 class PlannedFiles:
-    """A rank's files or file regions (name, start of its part, size), and their items; only rank 0 has `index`."""
+    """A rank's files or file regions (name, start of its part, size) and their items. Only rank 0 has `index`."""
 
     hash: str
     files: tuple[FileSpan, ...]
@@ -254,7 +254,7 @@ def file_name(rank: int, number: int) -> str:
 
 
 def lay_out(shares: Iterable[Share], rank: int, files: int) -> FileLayout:
-    """Lay out all shares in one buffer, as `files` files of similar size (fewer if there are fewer tensors)."""
+    """Lay out all shares in one buffer, as `files` files of similar size, or fewer if there are fewer tensors."""
     ordered = _sort_shares(shares)
     spans, items, offset = [], [], 0
     for number, group in enumerate(_divide_evenly(ordered, files)):
@@ -266,7 +266,7 @@ def lay_out(shares: Iterable[Share], rank: int, files: int) -> FileLayout:
 
 
 def lay_out_in_buckets(shares: Iterable[Share], rank: int, window: int) -> FileLayout:
-    """Lay out shares as parts of one file each that fit a buffer of `window` bytes; larger shares are split."""
+    """Lay out shares as parts of one file each that fit in a buffer of `window` bytes. Larger shares are split."""
     pieces = [piece for share in shares for piece in split(share, window)]
     parts = []
     for number, group in enumerate(_fill_windows(_sort_shares(pieces), window)):
@@ -276,7 +276,7 @@ def lay_out_in_buckets(shares: Iterable[Share], rank: int, window: int) -> FileL
 
 
 def split(share: Share, window: int) -> Iterator[Share]:
-    """Yield the share, or pieces of it along its first dimensions whose records fit a window."""
+    """Yield the share or, if its record does not fit in a window, pieces cut along its first dimensions."""
     if _room(share) <= window or math.prod(share.shape) <= 1:
         yield share
         return
@@ -296,7 +296,7 @@ def _cut(share: Share, axis: int, start: int, length: int) -> Share:
 
 
 def _sort_shares(shares: Iterable[Share]) -> list[Share]:
-    """Sort large tensors first; equal ones at equal positions are adjacent, ordered by name."""
+    """Sort the shares, largest first. Those of the same form and position are adjacent, ordered by name."""
     return sorted(shares, key=lambda share: (-share.template.nbytes, str(share.dtype), _form(share), share.key))
 
 
@@ -309,7 +309,7 @@ def _room(share: Share) -> int:
 
 
 def _divide_evenly(shares: Sequence[Share], files: int) -> Iterator[list[Share]]:
-    """Yield groups of neighbours of about equal size in bytes."""
+    """Yield groups of neighbours of about the same size in bytes."""
     total = sum(map(_room, shares))
     group: list[Share] = []
     passed, number = 0, 1
@@ -337,7 +337,7 @@ def _fill_windows(shares: Iterable[Share], window: int) -> Iterator[list[Share]]
 
 
 def _place_items(shares: Iterable[Share], name: str, offset: int) -> tuple[list[Item], int]:
-    """Return the items of one file that begins at `offset` in the buffer, and the file's size."""
+    """Return the items of a file that begins at `offset` in the buffer, and the file's size."""
     items, start = [], 0
     for share in shares:
         record = share.template

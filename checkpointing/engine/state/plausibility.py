@@ -1,7 +1,7 @@
-"""Checks of staged bytes before a commit: NaN weights and unequal replicas.
+"""Checks on staged bytes before a commit: NaN weights and unequal replicas.
 
-No other property holds for every healthy program. Optimizer steps, counters, constant values and infinities are up to
-the program.
+There is no other property that holds for every healthy program. Optimizer steps, counters, constant values and
+infinities are up to the program.
 """
 
 import sys
@@ -18,15 +18,15 @@ from checkpointing.engine.state.layout import Item
 from checkpointing.message_codec import peer_message
 
 _ROUNDED_SUM = (torch.float16,)
-"""Types whose sums overflow early in their own precision."""
+"""Types whose sums soon overflow in their own precision."""
 
 
 @peer_message
 @dataclass(frozen=True)
 class InspectionReport:
-    """Report of one rank: two 32-bit numbers per item, in item order, and trained weights with NaN (key, count).
+    """One rank's report: two 32-bit numbers per item, in item order, and the trained weights with NaN (key, count).
 
-    `replicas` has two numbers for each value that other ranks also hold, in the order of `AgreedPlan.shared`.
+    `replicas` has two numbers for each tensor piece that other ranks also hold, in the order of `AgreedPlan.shared`.
     """
 
     partials: bytes
@@ -35,7 +35,7 @@ class InspectionReport:
 
 
 class Inspection:
-    """Fingerprint parts and findings of one rank, collected part by part."""
+    """One rank's fingerprint contributions and findings, collected part by part."""
 
     def __init__(self, trained_keys: Collection[str] = ()) -> None:
         """Create an inspection that checks the weights in `trained_keys` for NaN."""
@@ -44,7 +44,7 @@ class Inspection:
         self._broken: list[tuple[str, int]] = []
 
     def inspect(self, memory: Tensor, items: Sequence[Item]) -> None:
-        """Inspect items whose values are in `memory`, a buffer as bytes."""
+        """Inspect items whose values are in `memory`, which is a buffer as bytes."""
         for batch in _batches(items):
             self._partials += self._inspect_batch(memory, batch)
 
@@ -83,7 +83,7 @@ def piece_spec(item: Item) -> PieceSpec:
 
 
 def _batches(items: Sequence[Item]) -> Iterator[list[Item]]:
-    """Yield runs of neighbours with an equal PieceSpec and constant distance."""
+    """Yield runs of neighbours that have the same PieceSpec and are evenly spaced."""
     for _, alike in groupby(items, piece_spec):
         batch: list[Item] = []
         for item in alike:
@@ -95,7 +95,7 @@ def _batches(items: Sequence[Item]) -> Iterator[list[Item]]:
 
 
 def _words(memory: Tensor, batch: Sequence[Item], form: PieceSpec) -> Tensor:
-    """Return the values of a batch without a copy: items x rows x columns of integers."""
+    """Return the values of a batch as integers (items x rows x columns), without copying them."""
     kind = word_type(form.dtype)
     distance = batch[1].place - batch[0].place if len(batch) > 1 else 0
     size = (len(batch), form.rows if batch[0].piece.nbytes else 0, form.columns)
@@ -109,7 +109,7 @@ def _values(words: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _sum_is_nan(block: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether a block may contain NaN: a NaN survives every sum, but infinities can produce one too."""
+    """Return whether a block may contain NaN. A NaN survives every sum, but infinities can produce one too."""
     if dtype.itemsize == 1:
         return bool(torch.isnan(_values(block, dtype)).any())
     values = block.view(dtype)
@@ -134,9 +134,9 @@ def judge_state(
     mode: str, everything: Sequence[Sequence[Item]], reports: Sequence[InspectionReport],
     replicas: Sequence[Sequence[str]] = (),
 ) -> StateJudgement:  # fmt: skip
-    """Judge a state on rank 0, before its commit; `mode` is `refuse`, `warn` or `off`.
+    """Judge a state on rank 0, before it is committed. `mode` is `refuse`, `warn` or `off`.
 
-    `everything` has all ranks' items in the order of reports, `replicas` as in `AgreedPlan`.
+    `everything` has all ranks' items, in the same order as `reports`; `replicas` is as in `AgreedPlan`.
     """
     fingerprints = _added_up(everything, [report.partials for report in reports])
     if mode == OFF:
@@ -147,7 +147,7 @@ def judge_state(
 
 
 def nan_reason(broken: Sequence[tuple[str, int]]) -> str:
-    """Describe the weights with NaN; empty if no weight has any."""
+    """Describe the weights that contain NaN; empty if none does."""
     totals: dict[str, int] = {}
     for key, count in broken:
         totals[key] = totals.get(key, 0) + count
@@ -159,7 +159,7 @@ def nan_reason(broken: Sequence[tuple[str, int]]) -> str:
 def differing_reason(replicas: Sequence[Sequence[str]], digests: Sequence[bytes]) -> str:
     """Describe the shared values that differ between ranks; empty if all replicas are equal.
 
-    `replicas`: the pieces of each rank that other ranks also hold; `digests`: eight bytes for each of them.
+    `replicas` lists each rank's pieces that other ranks also hold; `digests` has eight bytes for each of them.
     """
     first: dict[str, tuple[int, bytes]] = {}
     differing: dict[str, str] = {}
@@ -174,7 +174,7 @@ def differing_reason(replicas: Sequence[Sequence[str]], digests: Sequence[bytes]
         return ""
     return (
         f"saved once for all ranks, which have different values of {_format_tensors(differing)}: keep them equal, or "
-        "type checkpoint.plausibility=warn to save the value of one rank"
+        "set checkpoint.plausibility=warn to save the value of one rank"
     )
 
 
@@ -184,7 +184,10 @@ def _format_tensors(found: Mapping[str, str]) -> str:
 
 
 def _added_up(everything: Sequence[Sequence[Item]], partials: Sequence[bytes]) -> dict[str, str]:
-    """Return fingerprints by key. Kept cheap because it holds the GIL during training: most keys have one part."""
+    """Return the fingerprints, keyed by tensor key.
+
+    Most keys have one part, so this is cheap; it must be, as it holds the GIL during training.
+    """
     found: dict[str, str] = {}
     several: dict[str, list[str]] = {}
     for items, numbers in zip(everything, partials, strict=True):

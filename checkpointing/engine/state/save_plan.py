@@ -1,4 +1,4 @@
-"""The save plan: files and positions for every rank's writes, agreed once by all ranks, then only confirmed.
+"""The save plan: the files and positions of every rank's writes. All ranks agree on it once and then only confirm it.
 
 torch's own planner assigns the writes (replicated tensors once, balanced by bytes). Rank 0 also creates the two files
 that describe every checkpoint of this plan, DCP's `.metadata` and our `index.json`, which are identical for every save.
@@ -49,32 +49,38 @@ Lay = Callable[[Sequence[Share], int], FileLayout]
 
 @dataclass(frozen=True)
 class AgreedPlan:
-    """A rank's part of the agreed layout; `hash` is the same on all ranks; rank 0 also has the descriptions."""
+    """A rank's part of the agreed layout. `hash` is the same on all ranks, and rank 0 also has the descriptions."""
 
     hash: str
     layout: FileLayout
     buffers: int
     whole: bool
-    """Whether one buffer holds all of a rank's data, on every rank; it can then be rewritten and kept in memory."""
+    """Whether, on every rank, one buffer holds all of the rank's data.
+
+    It can then be written again and kept in memory.
+    """
     metadata: bytes | None = None
     index: bytes | None = None
     everything: tuple[tuple[Item, ...], ...] = ()
     """On rank 0: the items of every rank."""
     places: Places = field(default_factory=dict)
-    """Positions of this rank's files in its node's file; empty if each is a separate file."""
+    """Positions of this rank's files in its node's file; empty if they are separate files."""
     shared: tuple[str, ...] = ()
-    """Keys of this rank's values that other ranks also hold and that are saved once."""
+    """Keys of this rank's values that other ranks also hold and that are saved only once."""
     replicas: tuple[tuple[str, ...], ...] = ()
-    """On rank 0: `shared` of every rank, as key and offsets, so that equal names are replicas."""
+    """On rank 0: every rank's `shared`, as key and offsets, so that equal strings mean replicas."""
 
     @property
     def number(self) -> int:
-        """The hash as a number that fits a tensor of int64; never 0."""
+        """The hash as a number that fits in an int64 tensor; never 0."""
         return int(self.hash[:15], 16) + 1
 
     @property
     def size(self) -> int:
-        """Bytes of a checkpoint of this plan, without the small files that describe it; rank 0 only."""
+        """Size in bytes of a checkpoint of this plan, without the small files that describe it.
+
+        Known on rank 0 only.
+        """
         return sum(item.piece.length for part in self.everything for item in part)
 
     def in_memory(self) -> PlannedFiles:
@@ -96,7 +102,7 @@ def _move_item(places: Places, item: Item) -> Item:
 
 
 def layout_for_budget(files: int, host_memory: float) -> Lay:
-    """Return a layout function for at most `host_memory` GiB of copies per rank; 0 is unlimited."""
+    """Return a layout function for at most `host_memory` GiB of copies per rank. 0 means unlimited."""
 
     def lay(shares: Sequence[Share], rank: int) -> FileLayout:
         whole = lay_out(shares, rank, files)
@@ -111,9 +117,10 @@ def layout_for_budget(files: int, host_memory: float) -> Lay:
 def agree_on_plan(
     ranks: RankGroup, tensors: Mapping[str, Tensor], lay: Lay, most: int = 0, *, by_node: bool = False
 ) -> AgreedPlan:
-    """Agree on a plan; collective. Raises ValueError on every rank if any rank's state cannot be saved.
+    """Agree on a plan. Collective. Raises ValueError on every rank if any rank's state cannot be saved.
 
-    `most` bytes of host memory (0: no limit) decide whether there is a second buffer; `by_node`: one file per node.
+    `most` is the limit on host memory in bytes (0: no limit); it decides whether there is a second buffer. `by_node`
+    means one file per node.
     """
     planned = _distribute(ranks, result_or_failed(lambda: local_plan(tensors)))
     layout = result_or_failed(lambda: lay(planned.shares, ranks.rank))
@@ -127,7 +134,7 @@ def agree_on_plan(
         described = Failed.combine(layouts)
         if described is None:
             described = result_or_failed(lambda: _describe_plan(planned.metadata, _all_moved(places, everything)))
-        # If one rank uses buckets, no rank retries or keeps copies; otherwise the ranks would get out of step.
+        # If one rank uses buckets, no rank may retry or keep copies, or the ranks would get out of step.
         whole = all(found[1] for found in layouts if not isinstance(found, Failed))
         agreed = described if isinstance(described, Failed) else (described[0], whole)
     outcome = ranks.broadcast(agreed)
@@ -144,7 +151,10 @@ def agree_on_plan(
 
 
 def _agreed_places(ranks: RankGroup, layout: FileLayout | Failed) -> list[Places]:
-    """Return the positions of every rank's files in the nodes' files, computed locally by each rank; collective."""
+    """Return the positions of every rank's files in the nodes' files. Collective.
+
+    Each rank computes them for itself.
+    """
     sizes = {} if isinstance(layout, Failed) else {name: size for name, _, size in layout.files}
     sizes_by_rank = ranks.all_gather((sizes, ranks.looks_after(shared=False)))
     return assign_places([files for files, _ in sizes_by_rank], [leads for _, leads in sizes_by_rank])
@@ -154,7 +164,7 @@ def _all_moved(places: Sequence[Places], everything: Sequence[Sequence[Item]]) -
     return [[_move_item(mine, item) for item in part] for mine, part in zip(places, everything, strict=True)]
 
 
-# ---- a rank's local plan in plain fields for sending; rank 0 rebuilds torch's classes
+# ---- a rank's local plan as plain fields to send; rank 0 rebuilds torch's classes
 
 
 @peer_message
@@ -168,7 +178,7 @@ class LocalPlan:
 
 def _save_plan(plan: LocalPlan) -> SavePlan:
     """Return the plan in the form that torch's planner accepts."""
-    # As DCP does for a flat state dict: tools that rebuild a nested dict look up the key's path here.
+    # As in DCP for a flat state dict: tools that rebuild a nested dict look up the key's path here.
     return SavePlan([_write_item(share) for share in plan.shares], planner_data={key: (key,) for key in plan.keys})
 
 
@@ -198,7 +208,10 @@ class _Planned:
 
 
 def _distribute(ranks: RankGroup, plan: LocalPlan | Failed) -> _Planned:
-    """Let torch's planner decide on rank 0 and send each rank its items; raises ValueError on every rank."""
+    """Let torch's planner decide on rank 0, and send each rank its items.
+
+    If that fails, raises ValueError on every rank.
+    """
     plans = ranks.gather(plan)
     answers: list[Any] | None = None
     metadata = None
@@ -229,7 +242,7 @@ def find_replicas(plans: Sequence[LocalPlan]) -> tuple[tuple[str, ...], ...]:
 
 
 def _decide_items(local_plans: Sequence[LocalPlan]) -> tuple[list[tuple[int, ...]], Metadata]:
-    """Return, for each rank, the numbers of the items that it writes, and the metadata of all items."""
+    """Return the numbers of the items that each rank writes, and the metadata of all items."""
     plans = [_save_plan(each) for each in local_plans]
     agreed, metadata = DefaultSavePlanner().create_global_plan(plans)
     kept = []
@@ -240,7 +253,7 @@ def _decide_items(local_plans: Sequence[LocalPlan]) -> tuple[list[tuple[int, ...
 
 
 def local_plan(tensors: Mapping[str, Tensor]) -> LocalPlan:
-    """Return this rank's plan as if it were alone; raises ValueError for state without well-defined content."""
+    """Return this rank's plan as if it were alone. Raises ValueError for state without well-defined content."""
     with torch.no_grad():
         checked = {key: _check_tensor(key, tensor).detach() for key, tensor in sorted(tensors.items())}
         plan = create_default_local_save_plan(checked, is_coordinator=False)
@@ -248,9 +261,9 @@ def local_plan(tensors: Mapping[str, Tensor]) -> LocalPlan:
 
 
 def _check_tensor(key: str, tensor: Tensor) -> Tensor:
-    """Return the tensor; raises ValueError if its values cannot be copied into a file and back."""
+    """Return the tensor. Raises ValueError if its values cannot be copied into a file and back."""
     if not isinstance(tensor, Tensor):
-        raise ValueError(f"{key}: a {type(tensor).__name__} is not a tensor; put it into `extra`")
+        raise ValueError(f"{key}: a {type(tensor).__name__} is not a tensor; put it in `extra`")
     if isinstance(tensor, DTensor):
         if any(placement.is_partial() for placement in tensor.placements):
             raise ValueError(f"{key}: a partial DTensor has no value before it is reduced")
@@ -288,7 +301,7 @@ def _describe_plan(metadata: Metadata | None, everything: Sequence[Sequence[Item
     items = [item for part in everything for item in part]
     tensors = {item.key: TensorInfo(str(item.dtype).removeprefix("torch."), item.share.whole) for item in items}
     index = Index(tensors, tuple(item.piece for item in items)).encode()
-    # `.metadata` is left out of the hash: another process may pickle the same content differently.
+    # `.metadata` is left out of the hash, because another process may pickle the same content differently.
     name = f"{torch.__version__} {len(everything)} ".encode()
     return digest(name + index), metadata_bytes(metadata, [item.piece for item in items]), index
 

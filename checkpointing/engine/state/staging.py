@@ -1,4 +1,4 @@
-"""Copies of a step's live tensors into the arena."""
+"""Copies a step's live tensors into the arena."""
 
 import logging
 import operator
@@ -23,9 +23,9 @@ _log = logging.getLogger(__name__)
 Fits = Callable[[], bool]
 
 _LATER = 0.25
-"""Upper bound in seconds for the change of one tensor, even on a busy machine where its thread may lose the core.
+"""Upper bound in seconds on changing one tensor, even on a busy machine where the thread may lose its core.
 
-A caller that settles ends this wait.
+The wait ends early when the caller settles.
 """
 
 
@@ -39,12 +39,15 @@ class PendingCopy:
         self.failure: Failed | None = None
         self._views, self._sources, self._versions = views, list(sources), versions
         self._issued, self._settled, self._lock = threading.Event(), threading.Event(), threading.Lock()
-        self._copied: Any = None  # on a GPU, the event after the last copy
+        self._copied: Any = None  # on a GPU, the event recorded after the last copy
 
     def run(self, side: Any, ready: Any, fits: Fits) -> None:
-        """Copy, or on a GPU enqueue the copy on the stream `side` after the event `ready`; a misfit is a failure."""
+        """Copy or, on a GPU, enqueue the copy on the stream `side` after the event `ready`.
+
+        It fails if `fits` returns False.
+        """
         try:
-            # Cheaper than `no_grad` for many small tensors: nothing about the copied tensors is recorded.
+            # Cheaper than `no_grad` for many small tensors, because nothing about the copied tensors is recorded.
             with torch.inference_mode():
                 if side is None:
                     self._copy()
@@ -52,8 +55,8 @@ class PendingCopy:
                     self._enqueue(side, ready)
         except FAILURES as error:
             self.failure = Failed.from_error(error)
-        if not fits():  # checked now, while they are all in the cache
-            self.failure = Failed("tensors were given other memory since the last save", final=True)
+        if not fits():  # checked now, while the tensors are all in the cache
+            self.failure = Failed("tensors have been given different memory since the last save", final=True)
         self._issued.set()
 
     def _enqueue(self, side: Any, ready: Any) -> None:
@@ -75,7 +78,7 @@ class PendingCopy:
             self._copied.synchronize()
 
     def settle(self, gpu: torch.device | None) -> None:
-        """Return once the caller may change the tensors; on a GPU the caller's stream waits, not its thread."""
+        """Return once the caller may change the tensors. On a GPU, the caller's stream waits rather than its thread."""
         self._issued.wait()
         if self._copied is not None:
             torch.cuda.current_stream(gpu).wait_event(self._copied)
@@ -83,31 +86,32 @@ class PendingCopy:
         self._settled.set()
 
     def certify_later(self, seconds: float) -> None:
-        """Certify the copy in its own thread, unless the caller settles first and saves this work."""
+        """Certify the copy in the copying thread, unless the caller settles first and makes that unnecessary."""
         self.wait()
         self._settled.wait(seconds)
         self.certify()
 
     def certify(self) -> None:
-        """Decide whether the copy is consistent; only the first call counts.
+        """Decide whether the copy is consistent. Only the first call counts.
 
-        A tensor that changed while it was copied yields a state that never existed. torch counts a change when it ends.
-        The caller's own thread may therefore check when it settles, before it changes anything. Any other thread must
-        wait after the copy until a change in progress has ended, and treats every change as too early.
+        A tensor that changes while it is being copied yields a state that never existed. torch counts a change when it
+        ends. The caller's own thread can therefore check when it settles, before it changes anything. Any other thread
+        must wait after the copy until a change in progress has ended, and must treat every change as one that came too
+        early.
         """
         with self._lock:
             if self._versions is not None and _versions(self._sources) != self._versions:
                 self.failure = self.failure or Failed(
                     "torn: tensors were changed while they were copied; call before_optimizer_step() first", final=True
                 )
-            # From here on the caller may change the tensors, so they need not be kept alive.
+            # From here on, the caller may change the tensors, so they need not be kept alive.
             self._versions = None
             if self._copied is None or self._copied.query():
                 self._sources = []
 
 
 def _versions(sources: Sequence[Tensor]) -> list[int] | None:
-    """Return torch's change counts of the tensors, or None if they have none (inference tensors)."""
+    """Return torch's change counts for the tensors, or None if they have none (inference tensors)."""
     try:
         return list(map(_version, sources))
     except RuntimeError:
@@ -115,10 +119,10 @@ def _versions(sources: Sequence[Tensor]) -> list[int] | None:
 
 
 class Copier:
-    """Runner of copies, in the caller's thread, or in its own thread if they are lazy."""
+    """Runs copies in the caller's thread or, if they are lazy, in a thread of its own."""
 
     def __init__(self, *, lazy: bool, gpu: torch.device | None) -> None:
-        """Create a copier; `gpu` is the device of the tensors, None for host memory."""
+        """Create a copier. `gpu` is the tensors' device, or None if they are in host memory."""
         self._lazy, self._gpu = lazy, gpu
         self._last: PendingCopy | None = None
         self._side = torch.cuda.Stream(gpu) if gpu is not None else None
@@ -127,7 +131,7 @@ class Copier:
         self._thread = start_background_thread(self._serve, "checkpoint-copy") if lazy else None
 
     def pin(self, memory: Sequence[Tensor]) -> None:
-        """Pin the buffers for the GPU's copy engines, once for all tensors. Without pinning, copies are slow."""
+        """Pin the buffers once, for the GPU's copy engines. Without pinning, copies are slow."""
         if self._gpu is None:
             return
         for buffer in memory:
@@ -139,7 +143,7 @@ class Copier:
             self._pinned.append(buffer)
 
     def copy(self, views: Sequence[Tensor], sources: Sequence[Tensor], fits: Fits) -> PendingCopy:
-        """Start a copy, or finish it if it is not lazy. Failures are stored in the copy.
+        """Start a copy and, unless it is lazy, finish it. Failures are stored in the copy.
 
         `fits` is called in the thread that copies.
         """
@@ -162,7 +166,7 @@ class Copier:
 
     def _serve(self) -> None:
         if self._gpu is not None:
-            # A new thread uses GPU 0: leaving the side stream would switch back to it and create a context there.
+            # A new thread uses GPU 0; leaving the side stream would switch back to it and create a context there.
             torch.cuda.set_device(self._gpu)
         while (order := self._orders.get()) is not None:
             copy, ready, fits = order
@@ -180,9 +184,9 @@ class Copier:
 
 
 def _clear_last_error(gpu: torch.device) -> None:
-    """Clear the error that the CUDA runtime keeps after a failed call; the next kernel launch would raise it.
+    """Clear the error that the CUDA runtime keeps after a failed call, because the next kernel launch would raise it.
 
-    torch does not expose cudaGetLastError; its own check after a launch reads and clears the error.
+    torch does not expose cudaGetLastError, but its own check after a launch reads and clears the error.
     """
     try:
         torch.ones(1, device=gpu)
@@ -194,7 +198,7 @@ _dtype, _nbytes = operator.attrgetter("dtype"), operator.attrgetter("nbytes")
 
 
 class Structure:
-    """Identity of a state: keys, dtypes, shapes and placements; cheap to match when tensors are passed again."""
+    """The identity of a state: keys, dtypes, shapes and placements. Matching the same tensors again is cheap."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._keys, self._known = list(tensors), list(tensors.values())
@@ -209,7 +213,7 @@ class Structure:
     def match(self, tensors: Mapping[str, Tensor]) -> list[Tensor] | None:
         """Return this rank's part of every tensor in key order, or None if the structure differs.
 
-        Omits the check in `fits`, which takes a tenth of the copy's time for small tensors.
+        This leaves out the check in `fits`, which takes a tenth of the copying time for small tensors.
         """
         if self._outgrown or list(tensors) != self._keys:
             return None
@@ -222,7 +226,7 @@ class Structure:
         return self._locals(given)
 
     def fits(self, parts: Sequence[Tensor]) -> bool:
-        """Return whether every tensor still has memory of the same type and size (no `tensor.data = ...`)."""
+        """Return whether every tensor still has the same dtype and size, which `tensor.data = ...` can change."""
         same = list(map(_dtype, parts)) == self._dtypes and list(map(_nbytes, parts)) == self._nbytes
         self._outgrown = self._outgrown or not same
         return same
@@ -248,7 +252,7 @@ def _form(tensor: Tensor) -> tuple[object, ...]:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A part of a rank's state in a buffer; `copy` is the copy that fills it."""
+    """A part of a rank's state in a buffer. `copy` is the copy that fills it."""
 
     part: Part
     buffer: int
@@ -257,15 +261,15 @@ class Bucket:
 
 
 class Staged:
-    """A step's state on its way through the buffers, part by part: filled by one thread, emptied by another."""
+    """A step's state on its way through the buffers. One thread fills them part by part, and another empties them."""
 
     def __init__(
         self, free: "queue.SimpleQueue[int]", parts: int, *, kept: bool, replicas: Tensor | None = None
     ) -> None:
-        """Create an empty state; emptied buffers return to `free`.
+        """Create an empty state. Emptied buffers return to `free`.
 
-        `kept`: all data stays in memory on every rank after the write, for retries. `replicas`: digests of the values
-        that other ranks also hold, in the order of the plan.
+        `kept` means that all data stays in memory on every rank after the write, for retries. `replicas` are digests of
+        the values that other ranks also hold, in the order of the plan.
         """
         self._free, self._parts, self.kept, self._replicas = free, parts, kept, replicas
         self._filled: list[Bucket] = []
@@ -286,33 +290,36 @@ class Staged:
             yield self._filled[number]
 
     def replicas(self) -> bytes:
-        """Return eight bytes for each value that other ranks also hold; waits for the device that computes them."""
+        """Return eight bytes for each value that other ranks also hold. Waits for the device that computes them."""
         return b"" if self._replicas is None else bytes(self._replicas.cpu().view(torch.uint8).flatten().tolist())
 
     def empty(self, bucket: Bucket) -> None:
-        """Return the buffer of a part that has been written."""
+        """Give back the buffer of a part that has been written."""
         if bucket not in self._emptied:
             self._emptied.append(bucket)
             self._free.put(bucket.buffer)
 
     def drain(self) -> None:
-        """Release all buffers; waits until the last part has been handed over and copied."""
+        """Release all buffers, after waiting until the last part has been handed over and copied."""
         for bucket in self.buckets():
             bucket.copy.wait()
             self.empty(bucket)
 
 
 class Stager:
-    """Views of an arena's buffers for one plan; copies states into them."""
+    """Views of an arena's buffers for one plan, into which states are copied."""
 
     def __init__(self, arena: Arena, plan: AgreedPlan, structure: Structure, mode: str) -> None:
-        """Write the templates into the arena; `mode` is `block` or `lazy`. WARNING: no order may be in flight."""
+        """Write the templates into the arena. `mode` is `block` or `lazy`. WARNING: no order may be in flight."""
         self.plan, self._arena, self._structure = plan, arena, structure
         self._memory = [torch.frombuffer(arena.buffer(at), dtype=torch.uint8) for at in range(arena.buffers)]
         self._copier = Copier(lazy=mode == "lazy" and plan.whole, gpu=structure.gpu)
         self._copier.pin(self._memory)
         self.free: queue.SimpleQueue[int] = queue.SimpleQueue()
-        """Free buffers, the one to overwrite next first; a save takes a buffer and returns it when it has finished."""
+        """Free buffers, in the order in which they will be overwritten.
+
+        A save takes a buffer and returns it when it is done.
+        """
         for at in _oldest_first(arena):
             self.free.put(at)
         self._sources = [structure.places[item.key] for item in plan.layout.items]
@@ -337,10 +344,10 @@ class Stager:
         return self._structure.match(tensors)
 
     def stage(self, parts: Sequence[Tensor], *, compare: bool = True) -> Staged:
-        """Copy the state, or start copying it; a failure is known once the copy has been waited for.
+        """Copy the state, or start copying it. Check for a failure after waiting for the copy.
 
-        With buckets, this only prepares the state; `stage_buckets` copies it. `compare`: also digest the values that
-        other ranks hold.
+        With buckets, this only prepares the state; `stage_buckets` copies it. With `compare`, the values that other
+        ranks also hold are digested.
         """
         shared = [parts[at] for at in self._shared] if compare else []
         replicas = digest_replicas(shared) if shared else None
@@ -353,14 +360,14 @@ class Stager:
         return staged
 
     def stage_buckets(self, staged: Staged, parts: Sequence[Tensor]) -> None:
-        """Copy all parts of a plan with buckets, one after another; another thread must empty the buckets."""
+        """Copy all parts of a plan with buckets, one after another. Another thread must empty the buckets."""
         if self.plan.whole:
             return
         of = {item: parts[at] for item, at in zip(self.plan.layout.items, self._sources, strict=True)}
         for part in self.plan.layout.parts:
             buffer = self._clear()
             memory = self._memory[buffer]
-            memory.zero_()  # the padding of a file must not contain data of another tensor
+            memory.zero_()  # a file's padding must not contain another tensor's data
             _write_templates(self._arena.buffer(buffer), part.items)
             views = [_view(memory, item) for item in part.items]
             sources = [region(of[item], item.share.within, item.shape) for item in part.items]
@@ -373,7 +380,7 @@ class Stager:
         return buffer
 
     def sample(self) -> tuple[Tensor, list[Item]]:
-        """Return a buffer as bytes and one item of every kind in it, enough for a trial run."""
+        """Return a buffer as bytes and one item of every kind in it, which is enough for a trial run."""
         kinds = {(item.dtype, item.share.shape, item.share.offsets): item for item in self.plan.layout.parts[0].items}
         return self._memory[0], list(kinds.values())
 
@@ -382,11 +389,11 @@ class Stager:
         _write_templates(self._arena.buffer(buffer), self.plan.layout.items)
 
     def before_optimizer_step(self) -> None:
-        """Return once no copy reads the caller's tensors."""
+        """Return once no copy is reading the caller's tensors."""
         self._copier.settle()
 
     def forget(self) -> None:
-        """Release the tensors seen last, so that their owner can free them."""
+        """Release the most recently seen tensors, so that their owner can free them."""
         self._structure.forget()
 
     def close(self) -> None:
@@ -395,7 +402,7 @@ class Stager:
 
 
 def _oldest_first(arena: Arena) -> list[int]:
-    """Order buffers by the steps of their records, empty ones first, because newer ones may be worth loading."""
+    """Order buffers by the steps of their records, empty ones first, because newer ones may still be worth loading."""
     steps = [record.step if (record := arena.record(at)) else -1 for at in range(arena.buffers)]
     return sorted(range(arena.buffers), key=lambda at: steps[at])
 
@@ -405,7 +412,7 @@ def _view(memory: Tensor, item: Item) -> Tensor:
 
 
 def _write_templates(memory: memoryview, items: Sequence[Item]) -> None:
-    """Write all bytes of the files that are not values."""
+    """Write all bytes of the records that are not values."""
     for item in items:
         around = item.share.template
         end = item.place + around.nbytes

@@ -148,7 +148,7 @@ def test_every_decision_says_why() -> None:
         restore_tested=entry(507).name,
     )  # fmt: skip
     assert reported == {
-        800: "it is not trusted, and stays as evidence",
+        800: "it is not trusted and is kept as evidence",
         700: "it is one of the newest 2",
         650: "it is pinned",
         600: "its step is a multiple of 100",

@@ -277,28 +277,28 @@ def content(*steps: int) -> TierContents:
     ("contents", "facts", "expected"),
     [
         ([content(), content()], {}, CopyChoice(None, 0, "no faster tier has a trusted checkpoint")),
-        ([content(30, 20), content()], {}, CopyChoice(name(30), 0, "there is none yet")),
-        ([content(30, 20), content(30)], {}, CopyChoice(None, 0, "the newest one is already there")),
-        ([content(30, 20), content(20)], {}, CopyChoice(name(30), 0, "there is a newer one")),
-        ([content(30), content(20)], {"every": 10}, CopyChoice(name(30), 0, "there is a newer one")),
+        ([content(30, 20), content()], {}, CopyChoice(name(30), 0, "the tier has none yet")),
+        ([content(30, 20), content(30)], {}, CopyChoice(None, 0, "the tier already has the newest one")),
+        ([content(30, 20), content(20)], {}, CopyChoice(name(30), 0, "a newer one is available")),
+        ([content(30), content(20)], {"every": 10}, CopyChoice(name(30), 0, "a newer one is available")),
         (
             [content(30), content(20)],
             {"every": 11},
-            CopyChoice(None, 0, "it is 10 steps newer than the newest one there, 11 are required"),
+            CopyChoice(None, 0, "it must be 11 steps newer than the tier's newest, but is only 10"),
         ),
         (
             [content(30), content(20)],
             {"every": 11, "everything": True},
-            CopyChoice(name(30), 0, "the last one is copied to every tier"),
+            CopyChoice(name(30), 0, "the last one goes to every tier"),
         ),
         # After a roll-back from 30 to 20, 25 is the newest work.
-        ([content(30, 25), content(30)], {"latest": name(25)}, CopyChoice(name(25), 0, "there is a newer one")),
+        ([content(30, 25), content(30)], {"latest": name(25)}, CopyChoice(name(25), 0, "a newer one is available")),
         ([content(30, 26), content(30, 25)], {"latest": name(26), "last": name(25), "every": 5}, None),
         # The fastest tier that has it is read.
-        ([content(20), content(30, 20), content()], {}, CopyChoice(name(30), 1, "there is none yet")),
-        ([content(30), content(30), content()], {}, CopyChoice(name(30), 0, "there is none yet")),
+        ([content(20), content(30, 20), content()], {}, CopyChoice(name(30), 1, "the tier has none yet")),
+        ([content(30), content(30), content()], {}, CopyChoice(name(30), 0, "the tier has none yet")),
         # What was just committed may be gone again.
-        ([content(40), content()], {"latest": name(35)}, CopyChoice(name(40), 0, "there is none yet")),
+        ([content(40), content()], {"latest": name(35)}, CopyChoice(name(40), 0, "the tier has none yet")),
     ],
 )
 def test_a_tier_receives_checkpoints_that_are_due(

@@ -80,7 +80,7 @@ def test_impossible_tiers_are_refused_with_a_reason(tmp_path: Path) -> None:
         found(tmp_path, TierConfig(shared=False), TierConfig(path="/shared"))
     with pytest.raises(ValueError, match="cannot be the name of a folder"):
         resolve_tiers(CheckpointConfig(), tmp_path, "..", "node")
-    with pytest.raises(ValueError, match="write the whole path"):
+    with pytest.raises(ValueError, match="give the full path"):
         found(tmp_path, TierConfig(path="~nobody-of-that-name/x"))
 
 

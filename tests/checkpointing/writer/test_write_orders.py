@@ -183,7 +183,7 @@ def test_regions_of_one_file_are_written_by_many_and_digested_with_their_padding
     chunks = (digest(second[:CHUNK]), digest(second[CHUNK:]))
     assert [entry.chunks for entry in result.files] == [(digest(first),), chunks]
     assert result.filled == (filled_digest(first), chunks[1])
-    with pytest.raises(OSError, match="several ranks cannot write one object") as caught:
+    with pytest.raises(OSError, match="several ranks cannot write to one object") as caught:
         write_files(order, arena, CancelToken(), Gives(tmp_path, ValueError()))
     assert caught.value.errno == errno.EOPNOTSUPP
 

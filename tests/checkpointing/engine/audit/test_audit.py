@@ -75,7 +75,7 @@ def test_a_shard_passes_in_parts_where_memory_is_small(
 def test_missing_fingerprints_are_noted(built: Built, tmp_path: Path) -> None:
     built.fingerprints = None
     report = audit(built.write(tmp_path), 4)
-    assert (reasons(report), report.notes) == ([], ("no fingerprints.json: that part was not checked",))
+    assert (reasons(report), report.notes) == ([], ("no fingerprints.json: fingerprints were not checked",))
 
 
 def test_damaged_bytes_are_the_only_reported_fault(built: Built, tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_metadata_and_index_must_agree(built: Built, tmp_path: Path) -> None:
     info = built.metadata.storage_data[place]
     built.metadata.storage_data[place] = replace(info, offset=info.offset + 1)
     found = reasons(audit(built.write(tmp_path)))
-    assert ".metadata: model/flat has its shard at (0, 0) elsewhere than in index.json (model/flat)" in found
+    assert ".metadata: model/flat has its shard at (0, 0) in a different place than in index.json (model/flat)" in found
     assert any(text.startswith(".metadata: model/mask is absent in it, bool (3,) in index.json") for text in found)
 
 
@@ -311,7 +311,7 @@ def test_a_tensor_without_a_fingerprint_is_a_fault(built: Built, tmp_path: Path)
     del built.fingerprints["model/mask"]
     built.fingerprints["model/gone"] = "0" * 16
     found = {fault.tensors: fault.reason for fault in audit(built.write(tmp_path), 4).faults}
-    assert found[("model/mask",)].endswith("but was None at save")
+    assert found[("model/mask",)].endswith("but was None when saved")
     assert "no such tensor exists" in found[("model/gone",)]
 
 

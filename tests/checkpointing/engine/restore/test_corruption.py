@@ -223,9 +223,9 @@ def with_a_wrong_place(folder: Path) -> bytes:
         (lambda folder: pickle.dumps({"state_dict_metadata": {}}), "does not describe a checkpoint"),
         (lambda folder: b"\x80\x04.", "malformed"),
         (with_bytes_item, "BytesStorageMetadata"),
-        (with_foreign_file, "model.weight has its shard at (0, 0) elsewhere than in index.json"),
-        (with_a_hole, "model.weight has its shard at (0, 0) elsewhere than in index.json"),
-        (with_a_wrong_place, "model.weight has its shard at (0, 0) elsewhere than in index.json"),
+        (with_foreign_file, "model.weight has its shard at (0, 0) in a different place than in index.json"),
+        (with_a_hole, "model.weight has its shard at (0, 0) in a different place than in index.json"),
+        (with_a_wrong_place, "model.weight has its shard at (0, 0) in a different place than in index.json"),
     ],
 )
 def test_malicious_code_under_a_valid_seal_is_not_run(bench: Bench, made: Callable[[Path], bytes], reason: str) -> None:

@@ -138,7 +138,7 @@ def test_all_ranks_agree_on_what_one_rank_sees(pair: Pair) -> None:
     folder = root / "agreement"
     first, second = found["agreement", "agreement"]
     for result in (first, second):
-        assert result["unsavable"] == "rank 1: ValueError: x: a int is not a tensor; put it into `extra`"
+        assert result["unsavable"] == "rank 1: ValueError: x: a int is not a tensor; put it in `extra`"
         assert "the ranks save different steps, from 7 to 8" in result["steps"]
         assert result["saved"] == [True, True]
         assert result["refused"] == "NaN in trained weights: model/1 (1)"

@@ -145,7 +145,7 @@ def test_a_fingerprint_that_disagrees_with_the_values_is_found(tmp_path: Path) -
     made.restore({"model/a": torch.zeros(6), "model/b": torch.zeros(3)})
     (line,) = made.fingerprint_faults()
     assert line.startswith("model/a: fingerprint is ")
-    assert line.endswith("but was 0000000000000000 at save")
+    assert line.endswith("but was 0000000000000000 when saved")
     made.close()
 
 

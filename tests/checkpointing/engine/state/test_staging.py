@@ -92,7 +92,7 @@ def test_memory_of_another_form_fails_one_save_and_the_next_is_replanned(
     weight.data = other
     made.save(2, {"w": weight}, {})
     made.wait()
-    assert made.failure == "rank 0: tensors were given other memory since the last save"
+    assert made.failure == "rank 0: tensors have been given different memory since the last save"
     assert bench.reported("checkpoint.retried") == []
     assert made.save(3, {"w": weight}, {})
     made.wait()

@@ -1,9 +1,10 @@
-"""Digests of written bytes: xxh3-128, one for each 8 MiB chunk."""
+"""Digests of written bytes: xxh3-128, one for each 8 MiB chunk.
+
+xxhash is imported late: an agent reads the format of checkpoints, also in images that lack it.
+"""
 
 from types import TracebackType
 from typing import Any, Protocol
-
-import xxhash
 
 CHUNK = 8 << 20
 
@@ -22,11 +23,15 @@ class Sink(Protocol):
 
 def digest(data: Bytes) -> str:
     """Return the xxh3-128 digest as 32 hex digits."""
+    import xxhash
+
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def filled_digest(data: Bytes, size: int = CHUNK) -> str:
     """Return the digest of `data` padded with zeros to `size` bytes."""
+    import xxhash
+
     state = xxhash.xxh3_128(data)
     state.update(bytes(size - len(data)))
     return state.hexdigest()
@@ -36,6 +41,8 @@ class DigestSink:
     """Wrapper around a sink that digests all bytes as it passes them on."""
 
     def __init__(self, sink: Sink, chunk_size: int = CHUNK) -> None:
+        import xxhash
+
         self._sink, self._chunk_size = sink, chunk_size
         self._hash, self._filled = xxhash.xxh3_128(), 0
         self._chunks: list[str] = []

@@ -5,12 +5,12 @@ import itertools
 import os
 import socket
 import subprocess
-import sys
 import threading
 from concurrent.futures import Future
 from typing import Any
 
 from checkpointing.format.manifest import FileEntry
+from checkpointing.python_command import module_command
 from checkpointing.tiers.copy_files import Copied, CopyOrder
 from checkpointing.writer.arena import Arena
 from checkpointing.writer.write_orders import MessageStream, WriteOrder, WriteResult, decode_error
@@ -47,7 +47,7 @@ class WriterLink:
         """
         arena = arena if arena is not None else Arena.create()
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-m", "checkpointing.writer.process", "one"]
+        command = [*module_command("checkpointing.writer.process"), "one"]
         command += [str(theirs.fileno()), str(arena.descriptor), str(os.getpid()), label]
         with theirs:
             process = subprocess.Popen(command, pass_fds=[theirs.fileno(), arena.descriptor], stdin=subprocess.DEVNULL)

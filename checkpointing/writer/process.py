@@ -18,9 +18,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from setproctitle import setproctitle
-
 from checkpointing.format.commit import write_file
+from checkpointing.process_title import set_title
 from checkpointing.storage.backends import open_storage
 from checkpointing.tiers.copy_files import copy_files
 from checkpointing.writer.arena import Arena
@@ -188,7 +187,7 @@ def main(arguments: list[str]) -> None:
     ignore_slurm_signals()
     lower_priority()
     exit_with_parent(int(parent), by_signal=kind == "many")
-    setproctitle(f"orch-writer-{label}".rstrip("-"))
+    set_title(f"orch-writer-{label}".rstrip("-"))
     link = socket.socket(fileno=int(entrance))
     for descriptor in (link.fileno(), int(memory)):
         os.set_inheritable(descriptor, False)

@@ -8,14 +8,17 @@ A fragment is shell code with a YAML head between two `#---` lines, each line pr
     #   image: {help: what it is}                     a required value
     #   mounts: {help: what it is, default: ""}       an optional value
     #   modules: {help: names, kind: words}           several words; `path` expands ~
+    #   home: {help: what, pattern: "true|false"}     a value that must match; an empty default need not
     # srun: ["--container-image={{ image }}"]         arguments that render empty are left out
     # python: "apptainer exec {{ image }} {{ python }}"
+    # orch: mounted                                   this Python has no orch: `agent` is mounted (default: installed)
     #---
 
-Placeholders are quoted for the shell. In addition to its own arguments, a fragment can use `run_dir`, `gpus` and
-`python`.
+Placeholders are quoted for the shell. In addition to its own arguments, a fragment can use `run_dir`, `submission`,
+`gpus`, `python`, and `agent`, the folder with orch's packages that must be mounted under the same path.
 
-The script loads submitit's pickle of the function to call, from the file name that the job expects.
+Without `orch: mounted`, the script loads submitit's pickle of the function to call, from the file name that the job
+expects.
 """
 
 import os
@@ -33,12 +36,16 @@ from checkpointing.storage.trusted_path import NotPrivate, pin_path_temporarily
 from orchestrator.errors import ConfigError, Precondition
 from orchestrator.home import expand_home, shipped_folder
 from orchestrator.near_words import did_you_mean, nearest
+from orchestrator.scheduler.agent_folder import agent_folder, provide_agent
 from orchestrator.scheduler.interface import JobSpec
 from orchestrator.scheduler.slurm.sbatch_values import check_text
 
 _FENCE = "#---"
-_BUILT_IN = ("run_dir", "gpus", "python")
+_BUILT_IN = ("run_dir", "submission", "gpus", "python", "agent")
 _KINDS = ("word", "words", "path")
+_ORCH = ("installed", "mounted")
+_SEPARATORS = re.compile(r"[\s,:;]")
+"""Characters that separate the mounts of container runtimes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +55,7 @@ class Argument:
     help: str = ""
     default: str | None = None  # None: required
     kind: str = "word"
+    pattern: str = ""  # regular expression for the whole value; empty: any value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,16 +68,18 @@ class Fragment:
     args: dict[str, Argument] = field(default_factory=dict)
     srun: tuple[str, ...] = ()
     python: str = ""
+    mounted: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """Parts of a job script that its fragments provide; `python` is shell text."""
+    """Parts of a job script that its fragments provide."""
 
     setup: tuple[str, ...]
     srun: tuple[str, ...]
-    python: str
+    agent: str  # shell text that starts the agent; `start_arguments` follow
     own_interpreter: bool  # it is the interpreter that runs orch, so orch's packages have the same path
+    mounted: bool  # orch's packages are mounted
 
 
 def prepare(spec: JobSpec) -> Prepared:
@@ -82,7 +92,11 @@ def prepare(spec: JobSpec) -> Prepared:
     if len(pythons) > 1:
         what = f"cluster.templates: {' and '.join(one.name for one in pythons)} both define how Python is started"
         raise ConfigError(what, where="cluster.templates", hint="keep one")
-    built_in = {"run_dir": str(spec.run_dir), "gpus": str(spec.resources.gpus_per_node), "python": chosen or "python3"}
+    mounted = any(fragment.mounted for fragment in fragments)
+    built_in = {
+        "run_dir": str(spec.run_dir), "submission": str(spec.submission), "gpus": str(spec.resources.gpus_per_node),
+        "python": chosen or "python3", **({"agent": _mounted_agent(spec)} if mounted else {}),
+    }  # fmt: skip
     setup: list[str] = []
     srun: list[str] = []
     python = shlex.quote(chosen or spec.submitter.python)
@@ -93,8 +107,25 @@ def prepare(spec: JobSpec) -> Prepared:
         if fragment.python:
             python = _fill(fragment, fragment.python, values, quoted=True)
     lines = tuple(line for line in setup if line.strip())
-    own = not chosen and not pythons
-    return Prepared(setup=lines, srun=tuple(srun), python=f"{python} -P", own_interpreter=own)
+    start = f"-u {shlex.quote(built_in['agent'])} {spec.attempt}" if mounted else "-P -u -m trainer.agent.main"
+    return Prepared(
+        setup=lines, srun=tuple(srun), agent=f"{python} {start}", own_interpreter=not chosen and not pythons,
+        mounted=mounted,
+    )  # fmt: skip
+
+
+def _mounted_agent(spec: JobSpec) -> str:
+    """Return the folder to mount. Raises ConfigError for a path that container runtimes would split."""
+    try:
+        folder = agent_folder()
+    except OSError as error:
+        what, hint = f"the state folder cannot be used: {error.strerror}", "ORCH_HOME=FOLDER names another one"
+        raise ConfigError(what, where="ORCH_HOME", hint=hint) from error
+    for key, path in (("cluster.root", spec.run_dir), ("ORCH_HOME", folder)):
+        if _SEPARATORS.search(str(path)):
+            what = f"{key}: {str(path)!r} cannot be mounted in a container"
+            raise ConfigError(what, where=key, hint=f"{key}=FOLDER without spaces, commas, colons and semicolons")
+    return str(folder)
 
 
 def load(name: str) -> Fragment:
@@ -126,6 +157,7 @@ def parse(name: str, text: str) -> Fragment:
     return Fragment(
         name=name, body="\n".join(body), about=str(head.get("about", "")), args=args,
         srun=tuple(str(item) for item in head.get("srun") or ()), python=str(head.get("python") or ""),
+        mounted=head.get("orch") == "mounted",
     )  # fmt: skip
 
 
@@ -136,20 +168,25 @@ def _head(name: str, text: str) -> dict[str, Any]:
         head = yaml.safe_load(text) or {}
     except yaml.YAMLError as error:
         raise _broken(name, f"its head is not YAML: {error}") from error
-    unknown = set(head) - {"about", "args", "srun", "python"} if isinstance(head, dict) else {"head"}
+    unknown = set(head) - {"about", "args", "srun", "python", "orch"} if isinstance(head, dict) else {"head"}
     if unknown:
         raise _broken(name, f"its head has unknown keys: {', '.join(sorted(map(str, unknown)))}")
+    if head.get("orch", "installed") not in _ORCH:
+        raise _broken(name, f"orch must be one of {', '.join(_ORCH)}")
     return dict(head)
 
 
 def _argument(fragment: str, name: str, value: object) -> Argument:
-    if not isinstance(value, Mapping) or set(value) - {"help", "default", "kind"} or name in _BUILT_IN:
-        raise _broken(fragment, f"argument {name} must have help, and may have default and kind")
+    if not isinstance(value, Mapping) or set(value) - {"help", "default", "kind", "pattern"} or name in _BUILT_IN:
+        raise _broken(fragment, f"argument {name} must have help, and may have default, kind and pattern")
     kind = str(value.get("kind", "word"))
     if kind not in _KINDS:
         raise _broken(fragment, f"argument {name}: kind must be one of {', '.join(_KINDS)}")
     default = value.get("default")
-    return Argument(help=str(value.get("help", "")), default=None if default is None else str(default), kind=kind)
+    return Argument(
+        help=str(value.get("help", "")), default=None if default is None else str(default), kind=kind,
+        pattern=str(value.get("pattern", "")),
+    )  # fmt: skip
 
 
 def _broken(name: str, why: str) -> ConfigError:
@@ -173,6 +210,9 @@ def _values(fragment: Fragment, given: Mapping[str, str]) -> dict[str, Any]:
         if value is None:
             what = f"template {fragment.name} needs {key}: {argument.help}"
             raise ConfigError(what, where=key, hint=f"+{key}=VALUE")
+        if argument.pattern and value != argument.default and not re.fullmatch(argument.pattern, value):
+            what = f"{key}={value!r}: template {fragment.name} does not accept this"
+            raise ConfigError(what, where=key, hint=f"{key}: {argument.help}")
         if argument.kind == "words":
             values[name] = tuple(check_text(key, word) for word in value.split())
         else:
@@ -213,15 +253,26 @@ def load_entry(entry: str) -> Callable[[str, str], None]:
     return function
 
 
-def start_command(run_dir: Path | str, submission: Path | str) -> str:
-    """Return the words after the interpreter in a job's script, which check the folder and then load the payload."""
-    return f"-u -m trainer.agent.main {shlex.quote(str(run_dir))} {shlex.quote(str(submission))}"
+def start_arguments(run_dir: Path | str, submission: Path | str) -> str:
+    """Return the agent's last arguments in a job's script."""
+    return f"{shlex.quote(str(run_dir))} {shlex.quote(str(submission))}"
+
+
+def _provide_agent() -> None:
+    try:
+        provide_agent()
+    except OSError as error:
+        what = f"orch's packages cannot be copied for the job: {error.strerror}"
+        hint = "ORCH_HOME=FOLDER names another state folder, which all nodes can read"
+        raise Precondition(what, where=str(error.filename), hint=hint) from error
 
 
 @contextmanager
 def own_folder(spec: JobSpec) -> Iterator[Path]:
     """Yield the submission folder under a name pinned to it. Raises Precondition if it is not private to this user."""
     try:
+        if prepare(spec).mounted:
+            _provide_agent()
         spec.submission.mkdir(mode=0o700, exist_ok=True)
         with pin_path_temporarily(spec.run_dir) as place:
             yield place / spec.submission.relative_to(spec.run_dir)

@@ -15,8 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from setproctitle import setproctitle
-
+from checkpointing.process_title import set_title
 from checkpointing.storage.durable import read_json
 from checkpointing.storage.storage_errors import explain_disk_error, is_disk_error
 from checkpointing.storage.trusted_path import NotPrivate, pin_path
@@ -93,21 +92,34 @@ _WRITABLE_BY_OTHERS = 0o022
 
 def main(arguments: list[str]) -> int:
     """Run the payload if it may be loaded. An agent ends the process itself."""
+    if (folder := _enter(*arguments)) is None:
+        return ExitCode.NEVER_RETRY
+    from submitit.core.submission import process_job  # not needed if the payload's arguments are known
+
+    process_job(folder)
+    return ExitCode.FINISHED
+
+
+def start(attempt: str, run_dir: str, submission: str) -> int:
+    """Run the agent without a payload, which only a Python with submitit can load. It ends the process itself."""
+    if _enter(run_dir, submission) is not None:
+        run_agent(run_dir, attempt)
+    return ExitCode.NEVER_RETRY
+
+
+def _enter(run_dir: str, submission: str) -> Path | None:
+    """Enter the run directory and return the submission folder in it, or None if the directory may not be used."""
     os.umask(os.umask(0o077) | _WRITABLE_BY_OTHERS)  # a site's 0002 would let the group write to new files
-    run_dir, submission = map(Path, arguments)
     try:
-        place = pin_path(run_dir)
-        folder = place / submission.relative_to(run_dir)
+        place = pin_path(Path(run_dir))
+        folder = place / Path(submission).relative_to(run_dir)
         os.chdir(place)
     except OSError as error:
         sys.stderr.write(f"orch-agent: refuses to start: {error.strerror}: {run_dir}\n")
-        return ExitCode.NEVER_RETRY
-    from submitit.core.submission import process_job
-
-    if place != run_dir:
+        return None
+    if place != Path(run_dir):
         _write_log_there(folder)
-    process_job(folder)
-    return ExitCode.FINISHED
+    return folder
 
 
 def _write_log_there(folder: Path) -> None:
@@ -171,9 +183,7 @@ def run_agent(run_dir: str, attempt: str) -> NoReturn:
         for number in STEP_SIGNALS:
             signal.signal(number, lambda received, _: early.append(received))
         signal.signal(signal.SIGCONT, signal.SIG_DFL)  # the default only continues the process
-        # The title must not overwrite the environment, which identifies the processes of a job.
-        os.environ.setdefault("SPT_NOENV", "1")
-        setproctitle("orch-agent")
+        set_title("orch-agent")
         run = RunDir(pin_path(Path(run_dir)), known_as=Path(run_dir))
         agent = Agent(run, run.attempt(int(attempt)), early)
         code = runner.run(agent.live())

@@ -47,6 +47,11 @@ def boot_time() -> float:
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
+def process_started_at() -> float:
+    """Return the start time of the calling process, in seconds since the epoch."""
+    return boot_time() + int(start_time(os.getpid()) or 0) / os.sysconf("SC_CLK_TCK")
+
+
 def process_space() -> str:
     """Return a short digest of the calling process's boot and pid namespace."""
     return _space(os.getpid())

@@ -12,12 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-import setproctitle
 from torch import nn
 
 from checkpointing.engine.checkpointer import Checkpointer
 from checkpointing.engine.collectives.group import World
 from checkpointing.engine.restore.restorer import RestoreOptions
+from checkpointing.process_title import set_title
 from checkpointing.storage.backends import open_storage
 from checkpointing.storage.trusted_path import pin_path
 from checkpointing.tiers.catalog import Owner
@@ -71,7 +71,7 @@ def seconds_left(
 def rank_main(spec: RankSpec) -> int:
     """Train as the rank described by `spec` and return its exit code. Never raises."""
     started, modules, process = time.monotonic(), frozenset(sys.modules), os.getpid()
-    setproctitle.setproctitle(f"orch-rank-{spec.rank}")
+    set_title(f"orch-rank-{spec.rank}")
     protect_data_loader_workers()
     in_use()  # before the program can delete the variables from its environment
     cell, control = ProgressCell(spec.cell_fd), socket.socket(fileno=spec.control_fd)

@@ -25,6 +25,7 @@ from orchestrator.errors import OrchError, Precondition, RegistryError
 from orchestrator.home import registry_path, state_home
 from orchestrator.registry import file_systems, versions
 from orchestrator.scheduler.available_schedulers import kinds
+from orchestrator.scheduler.container_check import container_problems
 from orchestrator.scheduler.interface import Resources
 from orchestrator.scheduler.slurm.command_output import run_command, unreachable
 from orchestrator.scheduler.slurm.node_capacity import (
@@ -37,12 +38,12 @@ from orchestrator.scheduler.slurm.node_capacity import (
 )
 from orchestrator.submission.create_run import first_job
 from trainer.protocol.config_sections.scheduler_kinds import SLURM
+from trainer.protocol.required_packages import NEEDED_BY_RANKS, find_unmet
 
 OK, INFO, WARN, FAIL = "ok", "info", "warn", "fail"
 NEEDED = {
-    "torch": "2.12", "click": "8.2.1", "sqlalchemy": "2.0", "omegaconf": "2.3.1",
-    "submitit": "1.5.3", "fsspec": "", "xxhash": "", "psutil": "", "setproctitle": "", "jinja2": "", "ClusterShell": "",
-    "rich": "",
+    **NEEDED_BY_RANKS, "click": "8.2.1", "sqlalchemy": "2.0", "omegaconf": "2.3.1", "submitit": "1.5.3", "fsspec": "",
+    "setproctitle": "", "jinja2": "", "ClusterShell": "", "rich": "",
 }  # fmt: skip
 _LITTLE = 5 * 1024**3
 COMMANDS = ("sbatch", "squeue", "scancel", "scontrol", "srun")
@@ -73,19 +74,15 @@ def python(version: tuple[int, ...] = sys.version_info[:3]) -> Check:
 
 def packages() -> Iterator[Check]:
     """Check the installed versions in the package metadata, without importing the packages."""
-    missing, found = [], {}
-    for name, least in NEEDED.items():
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            missing.append(name)
-            continue
-        if least and _numbers(found[name]) < _numbers(least):
-            yield Check(name, FAIL, f"{name} {found[name]} is older than {least}", f"pip install '{name}>={least}'")
-    if missing:
+    unmet = dict(find_unmet(NEEDED))
+    for name, version in unmet.items():
+        if version:
+            least = NEEDED[name]
+            yield Check(name, FAIL, f"{name} {version} is older than {least}", f"pip install '{name}>={least}'")
+    if missing := [name for name, version in unmet.items() if not version]:
         yield Check("packages", FAIL, f"missing: {', '.join(missing)}", f"pip install {' '.join(missing)}")
-    if "torch" in found:
-        yield Check("torch", OK, f"torch {found['torch']}")
+    if "torch" not in missing:
+        yield Check("torch", OK, f"torch {metadata.version('torch')}")
 
 
 def compiler(headers: Path | None = None) -> Check:
@@ -100,11 +97,6 @@ def compiler(headers: Path | None = None) -> Check:
         return Check("compiler", OK, f"{word} and Python.h, for train.compile")
     text = f"train.compile=true would fail here: there is no {missing}"
     return Check("compiler", INFO, text, f"install it on the nodes: {packages}")
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    public = version.partition("+")[0]
-    return tuple(int(part) for part in public.split(".") if part.isdigit())
 
 
 def state_folder() -> Check:
@@ -351,8 +343,9 @@ def doctor(screen: Screen, root: Path | None, source: str) -> int:
 
     It checks Python and packages, the state folder, the registry's file system, the folder of runs (write, fsync,
     rename, free space), Slurm's commands, whether its nodes have what the configuration requests, accounting, the
-    settings that runs depend on (KillWait, SlurmdTimeout, PreemptMode, JobRequeue), and what starts a controller
-    after a reboot. It changes nothing. The exit code is 4 if something must be fixed before runs can continue.
+    settings that runs depend on (KillWait, SlurmdTimeout, PreemptMode, JobRequeue), the programs and images that
+    container templates name, and what starts a controller after a reboot. It changes nothing. The exit code is 4 if
+    something must be fixed before runs can continue.
     """
     found: list[Check] = []
     cluster = _cluster(source, found)
@@ -364,6 +357,7 @@ def doctor(screen: Screen, root: Path | None, source: str) -> int:
     found += run_folder(place)
     wanted = cluster.get("kind") == SLURM
     found += slurm(place, wanted=wanted, jobs=_jobs(source if wanted else FIRST_RUN))
+    found += containers(cluster)
     found.append(periodic_passes())
     failed = [check for check in found if check.level == FAIL]
     if screen.json:
@@ -371,6 +365,18 @@ def doctor(screen: Screen, root: Path | None, source: str) -> int:
     else:
         _show(screen, found)
     return Precondition.exit_code if failed else 0
+
+
+def containers(cluster: Mapping[str, Any]) -> Iterator[Check]:
+    """Check what the configuration's container templates need, as far as this machine shows it."""
+
+    def srun_help() -> str:
+        return run_command(["srun", "--help"], ANSWER_WITHIN).stdout if shutil.which("srun") else ""
+
+    args = {name: str(value) for name, value in (cluster.get("template_args") or {}).items()}
+    with suppress(OrchError):  # `slurm` reports commands that do not answer
+        for problem, hint in container_problems(cluster.get("templates") or (), args, srun_help):
+            yield Check("container", WARN, problem, hint)
 
 
 def _cluster(source: str, found: list[Check]) -> dict[str, Any]:

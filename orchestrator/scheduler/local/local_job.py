@@ -23,7 +23,7 @@ from checkpointing.storage.storage_errors import explain_disk_error, is_disk_err
 from checkpointing.storage.trusted_path import pin_path
 from orchestrator.scheduler.local import local_scheduler as records
 from orchestrator.scheduler.local.local_scheduler import Intent, JobEnd, JobProcess
-from orchestrator.scheduler.script import load_entry, start_command
+from orchestrator.scheduler.script import load_entry, start_arguments
 from trainer.protocol.failures.outcome import ExitCode
 
 KILL_WAIT_S = 30.0  # seconds between SIGTERM and SIGKILL; Slurm's default KillWait
@@ -103,7 +103,7 @@ class JobRunner:
     def _start_tasks(self) -> None:
         intent = self._intent
         *shell, script = intent.command
-        command = [*shell, f"{script} {start_command(intent.run_dir, intent.named)}"]
+        command = [*shell, f"{script} {start_arguments(intent.run_dir, intent.named)}"]
         for node in range(intent.nodes):
             paths = JobPaths(intent.folder, str(os.getpid()), node)
             place = {

@@ -365,7 +365,7 @@ def _intent(spec: JobSpec, entry: str) -> Intent:
         run_dir=str(spec.run_dir), entry=entry, arguments=(str(spec.run_dir), str(spec.attempt)),
         nodes=spec.resources.nodes, limit_s=60 * minutes("cluster.time", spec.resources.time),
         signal_lead=spec.resources.signal_lead,
-        command=("bash", "-c", "\n".join([*lines, f"exec {prepared.python}"])), devices=_devices(spec),
+        command=("bash", "-c", "\n".join([*lines, f"exec {prepared.agent}"])), devices=_devices(spec),
         asked_at=time.time(), host=socket.gethostname(), named=str(spec.submission.absolute()),
     )  # fmt: skip
 

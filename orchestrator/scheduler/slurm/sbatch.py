@@ -18,7 +18,7 @@ from submitit.slurm.slurm import SlurmExecutor
 from orchestrator.errors import ConfigError, Retryable, SlurmUnreachable, SubmitAmbiguous, SubmitRejected
 from orchestrator.near_words import nearest
 from orchestrator.scheduler.interface import TAG_VARIABLE, JobSpec, Resources
-from orchestrator.scheduler.script import load_entry, own_folder, prepare, start_command
+from orchestrator.scheduler.script import load_entry, own_folder, prepare, start_arguments
 from orchestrator.scheduler.slurm.command_output import expand_nodes, fold_nodes, require, run_command
 from orchestrator.scheduler.slurm.node_capacity import known_nodes, known_partitions, shortfall
 from orchestrator.scheduler.slurm.refusals import GRES, SIZE, is_of_sbatch, submit_error
@@ -65,7 +65,7 @@ class HeldExecutor(SlurmExecutor):  # type: ignore[misc]  # submitit is not type
 
     @property
     def _submitit_command_str(self) -> str:
-        return f"{self.python} {start_command(self.spec.run_dir, self.spec.submission)}"
+        return f"{self.python} {start_arguments(self.spec.run_dir, self.spec.submission)}"
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         return [*self.words, str(submission_file_path)]
@@ -87,7 +87,7 @@ def executor(spec: JobSpec, folder: Path | None = None) -> HeldExecutor:
     _check_path("cluster.root", spec.submission)
     _check_path("cluster.root", spec.run_dir)
     prepared = prepare(spec)
-    made = HeldExecutor(folder=folder or spec.submission, python=prepared.python)
+    made = HeldExecutor(folder=folder or spec.submission, python=prepared.agent)
     made.spec = spec
     by_name = folder in (None, spec.submission)
     setup = ["export SPT_NOENV=1", *prepared.setup]  # renamed processes keep a readable environment

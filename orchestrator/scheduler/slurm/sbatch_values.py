@@ -187,6 +187,20 @@ def _check_option_value(key: str, name: str, value: object) -> object:
     return text if form is None else _check_format(key, text, form)
 
 
+def _container_template(option: str) -> tuple[str, str, str] | None:
+    """Return the template, argument and value that replace this option of a container plugin, or None."""
+    if option in ("container", "environment"):
+        return ("oci", "bundle", "PATH") if option == "container" else ("edf", "environment", "NAME")
+    flag = option.removeprefix("no-")
+    if not flag.startswith("container-"):
+        return None
+    argument = flag.removeprefix("container-").replace("-", "_")
+    if argument == "readonly":
+        return "pyxis", "writable", "false"
+    switch = argument in ("mount_home", "remap_root", "writable", "entrypoint")
+    return "pyxis", argument, ("false" if flag != option else "true") if switch else "VALUE"
+
+
 def _check_option(option: object, section: str) -> str:
     """Return the long option name, with '-' for '_'; refuses options that orch sets itself."""
     name = option.replace("_", "-") if isinstance(option, str) else ""
@@ -201,6 +215,11 @@ def _check_option(option: object, section: str) -> str:
             own = why is _BY_KEY
             hint = f"{section}.{owned}=VALUE" if own else f"~{key}"
             raise ConfigError(f"{key}: cannot be set here: {why + owned if own else why}", where=key, hint=hint)
+    if (instead := _container_template(name)) is not None:
+        template, argument, value = instead
+        what = f"{key}: the whole script would run in the container; a template runs only the agents there"
+        hint = f"{section}.templates=[default,{template}] +{section}.template_args.{argument}={value}"
+        raise ConfigError(what, where=key, hint=hint)
     near = nearest(name, KNOWN, 0.75)
     if name not in KNOWN and near:
         raise ConfigError(f"{key}: no such sbatch option", where=key, hint=f"did you mean {section}.sbatch.{near}?")
@@ -209,7 +228,7 @@ def _check_option(option: object, section: str) -> str:
 
 KNOWN = frozenset(
     {
-        "acctg-freq", "bb", "bbf", "cluster-constraint", "container", "contiguous", "core-spec", "cores-per-socket",
+        "acctg-freq", "bb", "bbf", "cluster-constraint", "contiguous", "core-spec", "cores-per-socket",
         "cpu-freq", "cpus-per-gpu", "deadline", "delay-boot", "distribution", "exclusive", "extra", "extra-node-info",
         "gpu-bind", "gpu-freq", "gpus", "gpus-per-socket", "gres", "gres-flags", "hint", "ignore-pbs", "licenses",
         "mail-type", "mail-user", "mcs-label", "mem-bind", "mem-per-cpu", "mem-per-gpu", "mincpus", "network", "nice",

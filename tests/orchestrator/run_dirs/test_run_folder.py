@@ -201,7 +201,7 @@ def test_a_later_attempt_starts_with_the_interpreter_and_variables_of_the_submit
     monkeypatch.undo()
     assert "hunter2" not in json.dumps(identity)
     made = spec(json.loads(json.dumps(identity)))
-    assert prepare(made).python == "/opt/venv/bin/python -P"
+    assert prepare(made).agent == "/opt/venv/bin/python -P -u -m trainer.agent.main"
     own = {"PATH": "/bin", "VIRTUAL_ENV": "/home/ann/other", "SLURM_JWT": "mine"}
     assert made.submitter.environ(own) == {"PATH": "/opt/bin:/bin", "SLURM_JWT": "mine", "PYTHONUTF8": "1"}
 
@@ -209,5 +209,5 @@ def test_a_later_attempt_starts_with_the_interpreter_and_variables_of_the_submit
 @pytest.mark.parametrize("identity", [{}, {"job": None}, {"job": {"python": "/bin/python"}}, {"job": {"variables": 1}}])
 def test_a_run_without_such_a_record_takes_what_the_controller_has(identity: dict[str, object]) -> None:
     made = spec(identity)
-    assert prepare(made).python == f"{sys.executable} -P"
+    assert prepare(made).agent == f"{sys.executable} -P -u -m trainer.agent.main"
     assert made.submitter.environ({"PATH": str(Path("/bin")), "EDITOR": "vi"}) == {"PATH": "/bin", "PYTHONUTF8": "1"}

@@ -14,10 +14,11 @@ from orchestrator.scheduler.interface import JobSpec, Resources
 from orchestrator.scheduler.script import load, parse, prepare
 
 SHIPPED = Path(__file__).parents[3] / "sbatch_templates"
+MODULE = "-P -u -m trainer.agent.main"
 
 
 def spec(*templates: str, python: str = "", gpus: int = 0, **args: str) -> JobSpec:
-    run_dir = Path("/shared/runs/x 1")
+    run_dir = Path("/shared/runs/x-1")
     return JobSpec(
         name="orch-x-1", comment="c", run_dir=run_dir, attempt=1, submission=run_dir / "s", python=python,
         resources=Resources(nodes=1, gpus_per_node=gpus), templates=templates, template_args=args,
@@ -26,14 +27,14 @@ def spec(*templates: str, python: str = "", gpus: int = 0, **args: str) -> JobSp
 
 def test_the_default_runs_the_interpreter_that_runs_orch() -> None:
     made = prepare(spec("default"))
-    assert made.python == f"{shlex.quote(sys.executable)} -P"
+    assert made.agent == f"{shlex.quote(sys.executable)} {MODULE}"
     assert made.own_interpreter
     assert "umask 077" in made.setup
 
 
 def test_a_configured_interpreter_is_quoted() -> None:
     made = prepare(spec("default", python="/opt/my env/bin/python"))
-    assert made.python == "'/opt/my env/bin/python' -P"
+    assert made.agent == f"'/opt/my env/bin/python' {MODULE}"
     assert not made.own_interpreter
 
 
@@ -45,24 +46,7 @@ def test_modules_are_words_each_quoted() -> None:
 def test_conda_uses_the_python_of_its_environment() -> None:
     made = prepare(spec("conda", env="train", base="/opt/conda"))
     assert made.setup[-2:] == (". /opt/conda/etc/profile.d/conda.sh || exit 1", "conda activate train || exit 1")
-    assert made.python == "python3 -P"
-
-
-def test_pyxis_becomes_srun_arguments() -> None:
-    made = prepare(spec("pyxis", image="team#img:1", mounts="/data:/data"))
-    assert made.srun == (
-        "--container-image=team#img:1",
-        "--container-mounts=/shared/runs/x 1:/shared/runs/x 1,/data:/data",
-        "--no-container-mount-home",
-    )
-    assert made.python == "python3 -P"
-
-
-@pytest.mark.parametrize(("gpus", "nv"), [(0, []), (8, ["--nv"])])
-def test_apptainer_wraps_the_interpreter(gpus: int, nv: list[str]) -> None:
-    made = prepare(spec("apptainer", image="/i/a.sif", gpus=gpus, python="/usr/bin/python3.12"))
-    bind = ["--bind", "/shared/runs/x 1"]
-    assert shlex.split(made.python) == ["apptainer", "exec", *nv, *bind, "/i/a.sif", "/usr/bin/python3.12", "-P"]
+    assert made.agent == f"python3 {MODULE}"
 
 
 def test_nccl_sets_only_what_is_given() -> None:
@@ -83,8 +67,9 @@ def test_shipped_fragments_are_documented_shell(name: str) -> None:
     fragment = load(name)
     assert fragment.about
     assert all(argument.help for argument in fragment.args.values())
-    made = prepare(spec(name, **{key: "x" for key in fragment.args}))
-    script = "\n".join([*made.setup, made.python])
+    required = {key: "/x" for key, argument in fragment.args.items() if argument.default is None}
+    made = prepare(spec(name, **required))
+    script = "\n".join([*made.setup, made.agent])
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
 
 
@@ -96,7 +81,7 @@ def test_two_interpreters_are_refused() -> None:
 @pytest.mark.parametrize(
     ("templates", "args", "words"),
     [
-        (("pyxis",), {}, "needs cluster.template_args.image"),
+        (("pyxis",), {}, "pyxis needs cluster.template_args.image"),
         (("default",), {"image": "x"}, "cluster.template_args.image: not used"),
         (("nonesuch",), {}, "no template 'nonesuch'"),
         (("./nonesuch.sh",), {}, "cannot be read"),
@@ -146,6 +131,7 @@ def test_a_fragment_of_ones_own_is_given_by_its_path(tmp_path: Path) -> None:
         ("#---\n# sruns: []\n#---\n", "unknown keys: sruns"),
         ("#---\n# args: {run_dir: {help: x}}\n#---\n", "argument run_dir"),
         ("#---\n# args: {x: {kind: number}}\n#---\n", "kind must be one of"),
+        ("#---\n# orch: here\n#---\n", "orch must be one of installed, mounted"),
     ],
 )
 def test_a_broken_fragment_is_refused_with_the_place(tmp_path: Path, text: str, words: str) -> None:

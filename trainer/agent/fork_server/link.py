@@ -5,9 +5,9 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 
+from checkpointing.python_command import module_command
 from trainer.agent.processes.proc import read_activity
 from trainer.protocol.failures.rank_end import exit_words
 from trainer.protocol.messages.ranks import (
@@ -66,7 +66,7 @@ class ForkServerLink:
     def _start(
         theirs: socket.socket, attempt: AttemptDir, environ: Mapping[str, str], output: int
     ) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-P", "-m", "trainer.agent.fork_server.server"]
+        command = module_command("trainer.agent.fork_server.server")
         command += [str(theirs.fileno()), str(os.getpid()), str(attempt.path)]
         quiet = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         with block_step_signals():

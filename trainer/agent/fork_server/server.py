@@ -20,8 +20,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NoReturn
 
-from setproctitle import setproctitle
-
+from checkpointing.process_title import set_title
+from checkpointing.python_command import module_command
 from trainer.agent.fork_server.code_at_start import record_code
 from trainer.agent.processes import proc
 from trainer.agent.processes.proc import AGENT_DIED_SIGNAL, set_pdeathsig
@@ -86,7 +86,7 @@ def become_rank(
         if main is None:
             _run_cold(spec)
         outlive_step_signals()
-        setproctitle(f"orch-rank-{spec.rank}")
+        set_title(f"orch-rank-{spec.rank}")
         code = main(spec)
     except BaseException:  # noqa: BLE001  # outermost edge
         traceback.print_exc()
@@ -153,7 +153,7 @@ def _run_cold(spec: RankSpec) -> NoReturn:
         if descriptor >= 0:
             os.set_inheritable(descriptor, True)
     os.environ[SPEC_VARIABLE] = spec.to_json()
-    os.execve(sys.executable, [sys.executable, "-P", "-m", "trainer.worker.cold_rank"], os.environ)
+    os.execve(sys.executable, module_command("trainer.worker.cold_rank"), os.environ)
 
 
 def _with_descriptors(spec: RankSpec, descriptors: Sequence[int]) -> RankSpec:
@@ -369,7 +369,7 @@ def main(arguments: list[str]) -> None:
     # No ranks exist to clean up during the import, and a handler would have to wait for the import.
     proc.set_pdeathsig(agent, signal.SIGKILL)
     proc.become_subreaper()
-    setproctitle("orch-forkserver")
+    set_title("orch-forkserver")
     started = time.monotonic()
     link = socket.socket(fileno=descriptor)
     link.set_inheritable(False)
@@ -380,7 +380,7 @@ def main(arguments: list[str]) -> None:
         # A process with threads must not fork, so restart without importing anything.
         proc.kill_children()
         link.set_inheritable(True)
-        program = [sys.executable, "-P", "-m", "trainer.agent.fork_server.server"]
+        program = module_command("trainer.agent.fork_server.server")
         os.execv(sys.executable, [*program, *arguments[:3], reason, json.dumps(asdict(code))])
     fork_server = ForkServer(link, rank_main)
     proc.set_pdeathsig(agent, proc.AGENT_DIED_SIGNAL)

@@ -4,8 +4,10 @@ import os
 import re
 import resource
 import secrets
+import shlex
 import shutil
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +23,7 @@ from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.fault_detection_config import PreflightConfig
 from trainer.protocol.failures.outcome import Failure, FailureKind
 from trainer.protocol.messages.agents import PreflightFault
+from trainer.protocol.required_packages import NEEDED_BY_RANKS, find_unmet
 
 _BRAKES = {
     "hw_slowdown": "the hardware slows it down",
@@ -111,6 +114,7 @@ def examine(run_dir: Path, config: JobConfig) -> list[PreflightFault]:
         _data(config),
         _shared_memory(cluster.gpus_per_node),
         _open_files(cluster.ranks_per_node),
+        _packages(config),
         _interface(cluster.interface),
         _devices(cluster.gpus_per_node),
         _broken_devices(cluster.gpus_per_node),
@@ -189,6 +193,17 @@ def _open_files(ranks: int) -> PreflightFault | None:
     return PreflightFault(check="open files", reason=reason, shared=True)
 
 
+def _packages(config: JobConfig) -> PreflightFault | None:
+    """Check the packages of this Python for orch's own workloads; a user's command may run in another one."""
+    unmet = [] if config.command else list(find_unmet(NEEDED_BY_RANKS))
+    if not unmet:
+        return None
+    wanted = {name: f"{name}>={NEEDED_BY_RANKS[name]}" if NEEDED_BY_RANKS[name] else name for name, _ in unmet}
+    found = ", ".join(f"{name} {version}" if version else f"no {name}" for name, version in unmet)
+    install = f"{sys.executable} -m pip install {' '.join(shlex.quote(word) for word in wanted.values())}"
+    return PreflightFault(check="packages", reason=f"{sys.executable} has {found}; {install}", shared=True)
+
+
 def _interface(name: str) -> PreflightFault | None:
     try:
         if name:
@@ -260,6 +275,8 @@ def find_blamed_node(faults: Mapping[str, Sequence[PreflightFault]]) -> Failure 
     if first.check == "open files":
         hint = f"raise it to {_FEWEST_FILES} (`ulimit -Hn`) in the shell that starts the controller, or ask the site"
         return Failure(kind=FailureKind.INSTALLATION, reason=f"on every node: {first.reason}; {hint}", node=None)
+    if first.check == "packages":
+        return Failure(kind=FailureKind.INSTALLATION, reason=f"on every node: {first.reason}", node=None)
     return Failure(kind=FailureKind.STORAGE, reason=first.reason, node=None)
 
 

@@ -8,9 +8,9 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 
+from checkpointing.python_command import module_command
 from trainer.protocol.messages.ranks import packet_pair
 from trainer.protocol.rank_progress.progress import block_step_signals
 
@@ -31,7 +31,7 @@ class CheckpointWriter:
         self._control.setblocking(False)
         self._untaken = 0  # connections that the writer has not accepted yet
         # The module is named, not imported: agents do not load its dependencies.
-        command = [sys.executable, "-P", "-m", "checkpointing.writer.process", "many"]
+        command = [*module_command("checkpointing.writer.process"), "many"]
         command += [str(theirs.fileno()), str(self._memory), str(os.getpid()), str(self._rank)]
         with theirs, block_step_signals():
             self._process = subprocess.Popen(

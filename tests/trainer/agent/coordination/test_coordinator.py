@@ -185,7 +185,9 @@ async def test_an_attempt_began_with_the_first_process_of_its_job(tmp_path):
         seen.extend(scene.events(EventKind.ATTEMPT_STARTED))
         await leave(peers, 0)
     (event,) = seen
-    assert event.data["began"] == psutil.Process().create_time() < event.time
+    began = event.data["began"]
+    assert abs(began - psutil.Process().create_time()) < 1.5  # the kernel's boot time has whole seconds
+    assert began < event.time
 
 
 async def test_a_save_that_is_asked_for_after_a_stop_is_answered_by_the_stop(tmp_path):

@@ -47,6 +47,7 @@ AGENT_LAYERS = (
     "coordination",
     "node_agent",
     "main",
+    "start_mounted",
 )
 """Each may import those before it."""
 BANNED_NAMES = {"utils", "helpers", "common", "misc", "manager"}

@@ -47,7 +47,7 @@ def boot_time() -> float:
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def process_started_at() -> float:
+def process_start_time() -> float:
     """Return the start time of the calling process, in seconds since the epoch."""
     return boot_time() + int(start_time(os.getpid()) or 0) / os.sysconf("SC_CLK_TCK")
 

@@ -21,7 +21,7 @@ from trainer.protocol.failures.suspect_checkpoints import HARMLESS, drill_behind
 from trainer.protocol.heartbeat import AttemptStage, Heartbeat
 from trainer.protocol.launch_token import LaunchToken
 from trainer.protocol.messages.agents import AskStop, ExpectStop, ProgressReport, StartGeneration
-from trainer.protocol.node_identity import NodeIdentity, process_started_at
+from trainer.protocol.node_identity import NodeIdentity, process_start_time
 from trainer.protocol.rank_progress.progress import StopReason
 from trainer.protocol.run_dir import AttemptDir, RunDir
 
@@ -97,7 +97,7 @@ class RunningAttempt:
         """`started` is the job's start on the monotonic clock."""
         self.run_dir, self.attempt_dir, self.config, self.identity = run, attempt, config, identity
         self.events, self.token, self.timeouts = events, token, timeouts or Timeouts()
-        self.started_at = process_started_at()
+        self.started_at = process_start_time()
         """Start time of this job's first process; the interpreter needs about a second to start."""
         self.stage = AttemptStage.JOINING
         self.inbox: asyncio.Queue[tuple[int, InboxMessage]] = asyncio.Queue()

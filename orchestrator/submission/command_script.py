@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from itertools import dropwhile, groupby, pairwise, takewhile
 from pathlib import Path
+from typing import NamedTuple
 
 from orchestrator.config.run_config import RunConfig
 from orchestrator.config.yaml_text import format_list_items, near_file
@@ -15,7 +16,7 @@ from trainer.protocol.command_progress import FOLDER_VARIABLE
 from trainer.protocol.config_sections.scheduler_kinds import traits
 
 SHELL = re.compile(r"(?:.*/)?(?:bash|sh|dash|zsh|ksh)")
-_PYTHON = re.compile(r"(?:.*/)?python[\d.]*")
+PYTHON = re.compile(r"(?:.*/)?python[\d.]*")
 _ENDS = frozenset({";", "&&", "||", "&", "(", ")"})
 _FILTERS = frozenset({"tee", "cat", "grep", "egrep", "sed", "awk", "ts", "tr", "cut", "head", "tail", "logger", "sort"})
 """Pipe filters that succeed even if the program before them fails. None of them does any training."""
@@ -36,7 +37,7 @@ def refuse_lost_exit_code(command: Sequence[str], script: str = "") -> None:
     lines = [line for line in lines_of_words(text) if line and not line[0].startswith("#")]
     if not lines:
         return
-    trains = [line for line in lines if any(map(_PYTHON.fullmatch, line))][-1:]
+    trains = [line for line in lines if any(map(PYTHON.fullmatch, line))][-1:]
     hidden = next(filter(None, map(_filter_after_pipe, trains)), "")
     if hidden and "pipefail" not in f"{text} {' '.join(options)}":
         what = f"command: a pipe returns the exit code of `{hidden}`, so a program that fails would count as done"
@@ -53,7 +54,7 @@ def refuse_lost_exit_code(command: Sequence[str], script: str = "") -> None:
 
 def _filter_after_pipe(words: Sequence[str]) -> str:
     """Return the filter that ends the last Python program's pipe in these words; empty if there is none."""
-    at = max(place for place, word in enumerate(words) if _PYTHON.fullmatch(word))
+    at = max(place for place, word in enumerate(words) if PYTHON.fullmatch(word))
     piped = ""
     for word, after in pairwise(words[at:]):
         if word in _ENDS:
@@ -102,17 +103,37 @@ _NO_VALUE = re.compile(
 """Launcher options without a value."""
 _RUNNABLE = re.compile(r".*\.(?:py|sh)|(?:.*/)?python[\d.]*")
 _PYTHON_LAUNCHERS = frozenset(
-    {"torchrun", "deepspeed", "composer", "accelerate-launch", "accelerate launch", "fabric run", "lightning run"}
+    {
+        "torchrun",
+        "torchrun_jsc",
+        "deepspeed",
+        "composer",
+        "accelerate-launch",
+        "accelerate launch",
+        "fabric run",
+        "lightning run",
+    }
 )
 """Launchers that start a Python script or module, or any program with `--no-python`."""
-_PROGRAM_LAUNCHERS = frozenset({"srun", "mpirun", "mpiexec", "horovodrun", "colossalai run"})
-_JOINING = ("torchrun", "accelerate launch", "accelerate-launch", "tune run")
+_PROGRAM_LAUNCHERS = frozenset({"srun", "ibrun", "mpirun", "mpiexec", "horovodrun", "colossalai run"})
+_JOINING = ("torchrun", "torchrun_jsc", "accelerate launch", "accelerate-launch", "tune run")
 """Launchers that, given the number of nodes, join them into one world and expect one process on each."""
 _NODES = re.compile(r"--(?:nnodes|num[-_]machines|num[-_]nodes)(?:[= ])(?!1(?: |$))")
 _RANKS = re.compile(r"--(?:nproc[-_]per[-_]node|nnodes)\b")
 _OWN_RANKS = re.compile(r"RANK|WORLD_SIZE|SLURM_|GROUP_|NODE_ID|NODEID")
 """Variables that show that a shell script starts each rank itself."""
-_NONE: tuple[str, Sequence[str]] = ("", ())
+
+
+class Launcher(NamedTuple):
+    """Launcher in a command: its name, its own words, and the words before it and after its options."""
+
+    name: str = ""
+    own: Sequence[str] = ()
+    before: Sequence[str] = ()
+    starts: Sequence[str] = ()
+
+
+_NONE = Launcher()
 _SEPARATORS = frozenset({"&&", "||", "|", ";", "&", "(", ")", "do", "then", "else", "{"})
 
 
@@ -123,8 +144,9 @@ def refuse_launcher(config: RunConfig, script: str = "") -> None:
         return
     text = inline_text(_from_shell(command)) or script
     commands = [command, *(_simple_commands(text) if not _OWN_RANKS.search(text) else ())]
-    found, words = next((found for found in map(_find_launcher, commands) if found[0]), _NONE)
-    joins_nodes = found in _JOINING and _NODES.search(" ".join(words)) is not None
+    launcher = next((found for found in map(find_launcher, commands) if found.name), _NONE)
+    found = launcher.name
+    joins_nodes = found in _JOINING and _NODES.search(" ".join(launcher.own)) is not None
     if not found or (cluster.ranks_per_node == 1 and joins_nodes):
         return
     each = f"{cluster.world_size} ranks ({cluster.nodes} x {cluster.ranks_per_node}), and {found} on each"
@@ -133,31 +155,31 @@ def refuse_launcher(config: RunConfig, script: str = "") -> None:
     raise ConfigError(what, where="command", hint=hint)
 
 
-def _find_launcher(command: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Return the launcher among these words, after any programs that start it, as `_read_launcher` does.
+def find_launcher(command: Sequence[str]) -> Launcher:
+    """Return the first launcher among these words, after any programs that start it; without a name if there is none.
 
     Words after a script are its arguments.
     """
     if not command or command[0] in _LAST_WORDS | _FILTERS:
         return _NONE
     launchers = (_read_launcher(command, at) for at in range(_find_script_index(command) + 1))
-    return next((found for found in launchers if found[0]), _NONE)
+    return next((found for found in launchers if found.name), _NONE)
 
 
-def _read_launcher(command: Sequence[str], at: int) -> tuple[str, Sequence[str]]:
-    """Return the name and own words of the launcher that starts at this word; `_NONE` for any other word.
+def _read_launcher(command: Sequence[str], at: int) -> Launcher:
+    """Return the launcher that starts at this word; `_NONE` for any other word.
 
     Inside a command, a launcher's name counts only if it would start something: a conda environment may have that name.
     """
     words, name = command[at:], command[at].rpartition("/")[2]
-    is_module = _PYTHON.fullmatch(name) is not None
+    is_module = PYTHON.fullmatch(name) is not None
     if is_module:
         options = list(takewhile(lambda word: word.startswith("-") and word != "-m", words[1:]))
         mark, *words = words[len(options) + 1 :] or ("",)
         name = _MODULES.get(words[0], "") if mark == "-m" and words else ""
     elif _VERBS.get(name) in words[1:2]:
         name = f"{name} {words[1]}"
-    elif name in _PYTHON_LAUNCHERS and len(words) > 1 and _PYTHON.fullmatch(words[1]):
+    elif name in _PYTHON_LAUNCHERS and len(words) > 1 and PYTHON.fullmatch(words[1]):
         return _NONE
     if name not in _PYTHON_LAUNCHERS | _PROGRAM_LAUNCHERS | {"tune run"}:
         return _NONE
@@ -174,7 +196,7 @@ def _read_launcher(command: Sequence[str], at: int) -> tuple[str, Sequence[str]]
         starts = is_any or not started.endswith(".sh")
     else:  # after an option, the name is probably that option's value
         starts = is_any and bool(started) and ("/" in started or not command[at - 1].startswith("-"))
-    return (name, own) if starts else _NONE
+    return Launcher(name, own, command[:at], words[end:]) if starts else _NONE
 
 
 def _find_started(words: Sequence[str]) -> int:
@@ -191,7 +213,7 @@ def _find_script_index(words: Sequence[str]) -> int:
     for at, (word, after) in enumerate(pairwise(words)):
         if word.endswith((".py", ".sh")) or SHELL.fullmatch(word):
             return at
-        if _PYTHON.fullmatch(word) and (after.startswith("-") or after.endswith(".py")):
+        if PYTHON.fullmatch(word) and (after.startswith("-") or after.endswith(".py")):
             return at
     return len(words) - 1
 

@@ -16,7 +16,7 @@ from orchestrator.cli.access.slurm_environment import compare_with_controller, s
 from orchestrator.cli.config import OVERRIDES, compose_config, print_config, warn_about_config
 from orchestrator.cli.runs.events import detach_message, report_end, wait_until_end
 from orchestrator.cli.runs.tags import check_tags
-from orchestrator.cli.terminal.argument_types import ClusterKind
+from orchestrator.cli.terminal.argument_types import ClusterKind, NonEmptyPath
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.config.redaction import redact_config, redacted_origins
@@ -56,6 +56,12 @@ state, step, reason
     "--weights-only", is_flag=True,
     help="With --from: take only the weights; begin at step 0 and at the start of the data, with a fresh optimizer.",
 )  # fmt: skip
+@click.option(
+    "--from-sbatch", metavar="SCRIPT", type=NonEmptyPath(path_type=Path),
+    help="Make the configuration from this sbatch script, show it, write it beside the script, and ask.",
+)  # fmt: skip
+@click.option("--print-config", is_flag=True, help="With --from-sbatch: print the configuration; write nothing.")
+@click.option("-y", "--yes", is_flag=True, help="With --from-sbatch: submit without asking.")
 @click.option("-t", "--tag", "tags", multiple=True, metavar="NAME", help="Tag the run; repeatable.")
 @click.option("-n", "--name", help="Name of the run; orch adds a number.")
 @click.option("--cluster", type=ClusterKind(), help="Where to run; overrides cluster.kind.")
@@ -74,7 +80,7 @@ state, step, reason
 def submit(
     screen: Screen, source: str | None, overrides: tuple[str, ...], begin: str | None, weights_only: bool,
     tags: tuple[str, ...], name: str | None, cluster: str | None, wait_: bool, follow: bool, no_controller: bool,
-    dry_run: bool, print_sbatch: bool,
+    dry_run: bool, print_sbatch: bool, from_sbatch: Path | None, print_config: bool, yes: bool,
 ) -> int:  # fmt: skip
     """Submit a run; orch restarts it until it is finished.
 
@@ -102,6 +108,17 @@ def submit(
     if weights_only and begin is None:
         raise ConfigError("--weights-only needs a checkpoint", where="command line", hint="add --from RUN@STEP")
     only_look = dry_run or print_sbatch
+    if from_sbatch is None and (print_config or yes):
+        what = f"{'--print-config' if print_config else '-y'} is only for --from-sbatch"
+        raise ConfigError(what, where="command line", hint="leave it out, or add --from-sbatch SCRIPT")
+    if from_sbatch is not None:
+        _refuse_second_source(source, begin)
+        from orchestrator.cli.runs.from_sbatch import make_config  # only for this option
+
+        made = make_config(screen, from_sbatch, overrides, only_print=print_config, yes=yes, ask=not only_look)
+        if made is None:
+            return 0
+        source = str(made.absolute())
     begun_with = _beginning(screen, source, overrides, begin, weights_only=weights_only, write=not only_look)
     with begun_with as (composed, imported):
         warn_about_config(screen, composed.config)
@@ -118,6 +135,14 @@ def submit(
     if screen.json:
         screen.data("submit", {**launched, "state": view.state, "step": view.step, "reason": view.reason})
     return report_end(screen, view)
+
+
+def _refuse_second_source(source: str | None, begin: str | None) -> None:
+    """Raise ConfigError for a configuration besides the one that --from-sbatch makes."""
+    if source is not None or begin is not None:
+        other = source if source is not None else f"--from {begin}"
+        hint = f"leave out {other}, or submit the configuration: --print-config prints it"
+        raise ConfigError("--from-sbatch makes the configuration itself", where="command line", hint=hint)
 
 
 @contextmanager

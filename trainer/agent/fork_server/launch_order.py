@@ -93,6 +93,23 @@ def gpus(identity: NodeIdentity, config: JobConfig, environ: Mapping[str, str]) 
     return {"CUDA_VISIBLE_DEVICES": ",".join(visible[identity.node * per_node : (identity.node + 1) * per_node])}
 
 
+def task_variables(spec: RankSpec, inherited: Mapping[str, str]) -> dict[str, object]:
+    """Return srun's variables of a rank, as if Slurm had started each rank as a task of its own.
+
+    A program may take its rank from them. Slurm's own values describe the agents, of which each node has one.
+    """
+    if "SLURM_PROCID" not in inherited:
+        return {}
+    nodes = max(1, spec.world_size // spec.local_world_size)
+    per_node = f"{spec.local_world_size}(x{nodes})" if nodes > 1 else str(spec.local_world_size)
+    return {
+        "SLURM_PROCID": spec.rank, "SLURM_LOCALID": spec.local_rank, "SLURM_NODEID": spec.node,
+        "SLURM_NNODES": nodes, "SLURM_NTASKS": spec.world_size, "SLURM_NPROCS": spec.world_size,
+        "SLURM_NTASKS_PER_NODE": spec.local_world_size, "SLURM_TASKS_PER_NODE": per_node,
+        "SLURM_STEP_NUM_TASKS": spec.world_size, "SLURM_STEP_TASKS_PER_NODE": per_node,
+    }  # fmt: skip
+
+
 class RankLauncher:
     def __init__(
         self,
@@ -123,6 +140,7 @@ class RankLauncher:
         error_file = self._attempt.error_file(spec.rank, spec.generation)
         variables = {
             **spec.torchrun_variables(),
+            **task_variables(spec, inherited),
             "MASTER_ADDR": master[0],
             "MASTER_PORT": master[1],
             "TORCHELASTIC_MAX_RESTARTS": config.recovery.restarts_in_place,

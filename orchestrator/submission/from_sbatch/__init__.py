@@ -1,0 +1,1 @@
+"""Conversion of a user's sbatch script into a configuration."""

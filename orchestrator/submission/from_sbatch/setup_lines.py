@@ -1,0 +1,201 @@
+"""Commands of a script before its launch line: setup that the job runs once, variables, and what orch replaces."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from orchestrator.scheduler.job_environment import SECRET
+from orchestrator.submission.command_script import find_launcher
+from orchestrator.submission.from_sbatch.launch import RANK_VARIABLES, Candidate, Remark, plain_words
+from orchestrator.submission.from_sbatch.shell_text import (
+    Incomplete,
+    ShellLine,
+    assignment,
+    expand,
+    pieces,
+    references,
+    tokenize,
+    unescape,
+    unquote,
+)
+
+_PRINTS = frozenset(
+    {
+        "echo", "printf", "date", "hostname", "nvidia-smi", "rocm-smi", "clear", "env", "printenv", "which", "pwd", "squeue",
+        "sinfo", "scontrol",
+    }
+)  # fmt: skip
+_ENVIRONMENTS = frozenset(
+    {
+        "module", "ml", "source", ".", "conda", "mamba", "micromamba", "eval", "spack", "uenv", "pixi",
+    }
+)  # fmt: skip
+"""Commands that may select another Python."""
+LOGIN_SHELL = (
+    ". /etc/profile",
+    'for file in ~/.bash_profile ~/.bash_login ~/.profile; do if [ -r "$file" ]; then . "$file"; break; fi; done',
+)
+_PATHS = frozenset({"PATH", "PYTHONPATH"})
+
+
+@dataclass(kw_only=True)
+class Setup:
+    """Setup of a script's environment."""
+
+    lines: list[str] = field(default_factory=list)
+    env: dict[str, tuple[str, int, str]] = field(default_factory=dict)  # name -> value, line, text
+    folders: list[str] = field(default_factory=list)  # arguments of `cd`, in order
+    selects_python: bool = False
+    left_out: list[Remark] = field(default_factory=list)
+    unclear: list[Remark] = field(default_factory=list)
+
+
+def script_values(lines: Iterable[ShellLine], before: int) -> dict[str, str]:
+    """Return the variables that the script sets once, outside conditions and loops, to a value that is known now.
+
+    A value is text as inside double quotes: references to unknown variables stay in it.
+    """
+    values: dict[str, str] = {}
+    unknown: set[str] = set()
+    for line in lines:
+        if line.number >= before:
+            break
+        for name, raw in _assignments(line):
+            value = None if line.is_nested or name in values else _known_value(raw, values)
+            if value is None:
+                unknown.add(name)
+            else:
+                values[name] = value
+    return {name: value for name, value in values.items() if name not in unknown}
+
+
+def _assignments(line: ShellLine) -> Iterator[tuple[str, str]]:
+    words = line.words
+    is_export = words[:1] in (["export"], ["declare"], ["readonly"])
+    for word in words[is_export:]:
+        if (found := assignment(word)) is not None and (is_export or line.is_nested or all(map(assignment, words))):
+            yield found
+
+
+def _known_value(raw: str, values: Mapping[str, str]) -> str | None:
+    """Return the value of an assignment; None if bash must run a command or read a file name for it."""
+    filled = expand(raw, values)
+    runs = [piece for piece in _inner_pieces(filled) if piece.startswith(("$(", "`")) and not piece.startswith("$((")]
+    if raw.startswith("(") or runs or any(re.match(r"\$\{\w+[^\w}]", piece) for piece in _inner_pieces(filled)):
+        return None
+    if "'" in filled and "$" in filled:
+        return None
+    found = unquote(filled)
+    if found is not None:
+        return found
+    return unescape(filled[1:-1]) if filled[:1] == filled[-1:] == '"' else filled
+
+
+def _inner_pieces(text: str) -> Iterator[str]:
+    for piece in pieces(text):
+        if piece[0] == '"' and len(piece) > 1:
+            yield from pieces(piece[1:-1], quoted=True)
+        else:
+            yield piece
+
+
+def read_setup(
+    lines: Sequence[ShellLine], launch: Candidate, command: str, values: Mapping[str, str], numbers: Mapping[str, str],
+    *, login_shell: bool,
+) -> Setup:  # fmt: skip
+    """Sort the lines before the launch line. `command` is the shell text of the program; `numbers` are Slurm's."""
+    setup = Setup(selects_python=login_shell)
+    kept: list[tuple[int, str]] = [(0, line) for line in LOGIN_SHELL] if login_shell else []
+    for line in lines:
+        if line.number < launch.line.number:
+            kept += _sort_line(setup, line)
+    for tokens in launch.before:
+        text = " ".join(token.raw for token in tokens)
+        kept += _sort_line(setup, ShellLine(number=launch.line.number, text=text, tokens=tuple(tokenize(text))))
+    texts = [(number, expand(text, numbers)) for number, text in _drop_unused(setup, kept, command, values)]
+    _move_exports(setup, texts, command)
+    if any(re.match(r"set\s", text) for text in setup.lines):
+        setup.lines.append("set +eux +o pipefail")
+    return setup
+
+
+def _sort_line(setup: Setup, line: ShellLine) -> list[tuple[int, str]]:
+    """Return the line if the job must run it, after noting anything that it leaves out."""
+    words = plain_words(line.words)
+    first = words[0] if words else ""
+    reason = ""
+    if line.has_document:
+        setup.unclear.append(Remark(line.number, line.text.split("\n")[0], "here-documents are not read"))
+        return []
+    if line.is_nested:
+        setup.selects_python |= bool(set(words) & _ENVIRONMENTS)
+        return [(line.number, line.text)]
+    names = {name for name, _ in _assignments(line)}
+    if names and names <= RANK_VARIABLES:
+        reason = "orch sets it for every rank"
+    elif first in _PRINTS or words[:2] in (["module", "list"], ["ml", "list"]):
+        reason = "prints only"
+    elif first in ("sbatch", "scancel", "exit", "wait"):
+        reason = "orch submits the next job, and ends jobs, itself"
+    elif first == "cd" and len(words) > 1:
+        if "SLURM_SUBMIT_DIR" not in line.words[1] or "/" in line.words[1]:
+            setup.folders.append(line.words[1])
+        return [(line.number, line.text)]
+    elif first in ("srun", "trap"):
+        why = (
+            "another step of the job is not run" if first == "srun" else "orch sends SIGTERM to ranks, not to a script"
+        )
+        setup.unclear.append(Remark(line.number, line.text, why))
+        return []
+    if reason:
+        setup.left_out.append(Remark(line.number, line.text, reason))
+        return []
+    setup.selects_python |= first in _ENVIRONMENTS or bool(names & _PATHS)
+    return [(line.number, line.text)]
+
+
+def _drop_unused(
+    setup: Setup, kept: list[tuple[int, str]], command: str, values: Mapping[str, str]
+) -> list[tuple[int, str]]:
+    """Drop assignments of variables that nothing uses any more, and exports of launch lines."""
+    launches = {name for name, value in values.items() if find_launcher(_words_of_value(value)).name}
+    needed, found = references(command), []
+    for number, text in reversed(kept):
+        tokens = tokenize(text)
+        names = {pair[0] for token in tokens if (pair := assignment(token.raw))}
+        is_plain = bool(names) and all(assignment(token.raw) for token in tokens)
+        if (is_plain or (names and names <= launches)) and not names & needed:
+            setup.left_out.append(Remark(number, text, "used only by the launcher"))
+            continue
+        needed |= references(text)
+        found.append((number, text))
+    setup.left_out.sort()
+    return found[::-1]
+
+
+def _words_of_value(value: str) -> list[str]:
+    try:
+        return plain_words([token.raw for token in tokenize(value)]) or [""]
+    except Incomplete:
+        return [""]
+
+
+def _move_exports(setup: Setup, texts: list[tuple[int, str]], command: str) -> None:
+    """Move exports of plain values to `env`, unless the script itself uses them, and export what the command uses."""
+    all_names = [references(text) for _, text in texts]
+    exported: set[str] = set()
+    plain: set[str] = set()
+    for at, (number, text) in enumerate(texts):
+        tokens = tokenize(text)
+        pairs = [pair for token in tokens if (pair := assignment(token.raw))]
+        is_export = tokens[0].raw == "export" and len(pairs) == len(tokens) - 1 and bool(pairs)
+        used = set().union(*all_names[:at], *all_names[at + 1 :], references(command))
+        values = {name: unquote(raw) for name, raw in pairs}
+        movable = is_export and not set(values) & (used | _PATHS) and not any(map(SECRET.search, values))
+        if movable and all(value is not None and value.isprintable() for value in values.values()):
+            setup.env |= {name: (str(value), number, text) for name, value in values.items()}
+            continue
+        (exported if tokens[0].raw == "export" else plain).update(values)
+        setup.lines.append(text)
+    if missing := sorted((plain - exported) & references(command)):
+        setup.lines.append(f"export {' '.join(missing)}")

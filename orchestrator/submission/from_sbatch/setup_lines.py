@@ -21,8 +21,8 @@ from orchestrator.submission.from_sbatch.shell_text import (
 
 _PRINTS = frozenset(
     {
-        "echo", "printf", "date", "hostname", "nvidia-smi", "rocm-smi", "clear", "env", "printenv", "which", "pwd", "squeue",
-        "sinfo", "scontrol",
+        "echo", "printf", "date", "hostname", "nvidia-smi", "rocm-smi", "clear", "env", "printenv", "which", "pwd",
+        "squeue", "sinfo", "scontrol",
     }
 )  # fmt: skip
 _ENVIRONMENTS = frozenset(

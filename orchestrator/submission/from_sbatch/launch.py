@@ -158,7 +158,7 @@ def plain_words(words: Sequence[str]) -> list[str]:
 
 
 def _rate_command(words: Sequence[str]) -> int:
-    """Return how surely a command starts the training: 0, not; 1, a program; 2, one of srun; 3, Python of a launcher."""
+    """Return how surely a command starts the training: 0, not; 1, a program; 2, one of srun; 3, a launcher."""
     plain = plain_words(words)
     plain = plain[next((at for at, word in enumerate(plain) if assignment(word) is None), len(plain)) :]
     if not plain or plain[0] in ("alias", "export", "echo", "printf", "source", ".", "which", "type"):

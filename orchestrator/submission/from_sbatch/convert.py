@@ -27,6 +27,13 @@ FROM_JOB = "PATH=$JOB_PATH PYTHONPATH=$JOB_PYTHONPATH"
 """Assignments with which a rank finds the Python that the setup has selected."""
 
 
+_SET_BY_BASH = frozenset(
+    {"PWD", "OLDPWD", "RANDOM", "HOSTNAME", "SECONDS", "UID", "BASHPID", "PPID", "LINENO", "TMPDIR"}
+)
+_SET_BY_ORCH = re.compile(r"SLURM_(?!ARRAY_)\w+|JOB_PATH|JOB_PYTHONPATH|PYTHONPATH|LD_LIBRARY_PATH")
+"""Variables that need no value from the shell that submits."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConvertedScript:
     """Result: the files' text, and what they leave out."""
@@ -125,14 +132,8 @@ def _set_env(found: Conversion, launch: Launch, setup: Setup, environ: Mapping[s
         found.set("env.SLURM_SUBMIT_DIR", os.getcwd(), text="this folder: sbatch would set it")
     assigned = set(re.findall(r"\b([A-Za-z_]\w*)=", f"{setup_text}\n{text}"))
     for name in sorted(references(text) - assigned):
-        if name in environ and not passes(name) and not SECRET.search(name) and not name.startswith("SLURM_"):
+        if _comes_from_shell(name, environ):
             found.set(f"env.{name}", environ[name], text="from this shell")
-
-
-_SET_BY_BASH = frozenset(
-    {"PWD", "OLDPWD", "RANDOM", "HOSTNAME", "SECONDS", "UID", "BASHPID", "PPID", "LINENO", "TMPDIR"}
-)
-_SET_BY_ORCH = re.compile(r"SLURM_(?!ARRAY_)\w+|JOB_PATH|JOB_PYTHONPATH|PYTHONPATH|LD_LIBRARY_PATH")
 
 
 def _note_unset(found: Conversion, setup: Setup, line: int, environ: Mapping[str, str]) -> None:
@@ -148,16 +149,18 @@ def _note_unset(found: Conversion, setup: Setup, line: int, environ: Mapping[str
         found.unclear.append(Remark(line, f"${name}", why))
 
 
+def _comes_from_shell(name: str, environ: Mapping[str, str]) -> bool:
+    """Return whether a job has this variable of the submitting shell only if its value is written down."""
+    is_own = name in _SET_BY_BASH or _SET_BY_ORCH.fullmatch(name) is not None or name in RANK_VARIABLES
+    return name in environ and not is_own and not passes(name) and not SECRET.search(name)
+
+
 def _setup_text(script: Path, setup: Setup, environ: Mapping[str, str]) -> str:
     """Return the setup file: a template of sbatch_templates/, as it is described in docs/configuration.md."""
     text = "\n".join(setup.lines)
     assigned = set(re.findall(r"\b([A-Za-z_]\w*)=", text))
-    from_shell = sorted(name for name in references(text) - assigned if name in environ and not passes(name))
-    exports = [
-        f"export {name}={shlex.quote(environ[name])}"
-        for name in from_shell
-        if not SECRET.search(name) and not name.startswith("SLURM_")
-    ]
+    from_shell = sorted(name for name in references(text) - assigned if _comes_from_shell(name, environ))
+    exports = [f"export {name}={shlex.quote(environ[name])}" for name in from_shell]
     here = shlex.quote(os.getcwd())
     uses_folder = "SLURM_SUBMIT_DIR" in references(text)
     return "\n".join(

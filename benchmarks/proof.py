@@ -1,4 +1,6 @@
-"""Run every test marked `proof` (`make proof`): results go to docs/proof.json, and a summary to docs/proof.md.
+"""Run every test marked `proof`, and those of Slurm on three versions (`make proof`).
+
+Results go to docs/proof.json, and summaries to docs/proof.md and docs/slurm-versions.md.
 
     python -m benchmarks.proof [--again [PATH ...] | --only PATH ...]
 
@@ -23,6 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from benchmarks import slurm_versions
+from tests.slurm.suites import CHOICE, GENERATIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "proof.md"
@@ -111,7 +116,7 @@ GROUPS = (
                "tests/trainer/agent/watch/test_stragglers tests/trainer/agent/blame/test_slow_stages",
                "healthy runs of 1,000 steps with a rank named", "false names"),
     ProofGroup("faults in simulated clusters", "tests/scenarios/"),
-    ProofGroup("faults on a real Slurm of four nodes", "tests/slurm/"),
+    ProofGroup("faults on a real Slurm of four nodes, in three versions", "tests/slurm/"),
     ProofGroup("faults on one machine", "tests/end_to_end/ tests/orchestrator/ tests/trainer/agent/"),
     ProofGroup("unchanged training scripts as a `command:`",
                "tests/slurm/test_commands tests/end_to_end/test_commands tests/end_to_end/test_examples "
@@ -171,9 +176,10 @@ def run(kept: Iterable[Case], paths: Sequence[str]) -> tuple[int, list[Case]]:
         passed, cases = Path(folder) / "passed", Path(folder) / "cases"
         passed.write_text("\n".join(case["id"] for case in kept))
         # A private folder for tests, because other pytest runs clear the default one during this long run.
-        words = f"-m pytest -q -n 3 -m proof --basetemp={folder}/tests -o timeout=7200 -p benchmarks.proof"
-        command = [sys.executable, *words.split(), *paths]
-        environment = {**os.environ, PASSED: str(passed), CASES: str(cases)}
+        words = f"-m pytest -q -n 3 --basetemp={folder}/tests -o timeout=7200 -p benchmarks.proof"
+        command = [sys.executable, *words.split(), "-m", "proof or slurm", *paths]
+        suites = os.environ.get(CHOICE) or ",".join(GENERATIONS)
+        environment = {**os.environ, PASSED: str(passed), CASES: str(cases), CHOICE: suites}
         # Ctrl-C also reaches pytest, which then writes its results so far.
         with contextlib.suppress(KeyboardInterrupt), subprocess.Popen(command, cwd=ROOT, env=environment) as process:
             process.wait()
@@ -243,6 +249,7 @@ def write_page(tests: dict[str, Result]) -> str:
         members.setdefault(group_title(name), []).append(test)
     rows = [_row(group, members[group.title]) for group in (*GROUPS, _OTHER) if group.title in members]
     PAGE.write_text(HEAD.format(machine=machine(), result=result) + "\n".join(rows) + "\n")
+    PAGE.with_name("slurm-versions.md").write_text(slurm_versions.page(tests))
     return result
 
 

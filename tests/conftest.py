@@ -21,6 +21,7 @@ from tests.checkpointing.proofs.mounts import hide_mounts
 from tests.forked_workers import fork_workers
 from tests.forked_writers import fork_writers
 from tests.open_databases import watch
+from tests.slurm.suites import SUITES
 from tests.trainer.agent.warm_agents import WarmAgents, warm_agents
 from tests.warm_programs import WarmPrograms, warm_programs
 from tests.warm_root import share_root
@@ -102,6 +103,10 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[
     return [] if own or collector.get_closest_marker("proof") else None
 
 
+OWN_LAB = ("test_outages.py", "test_slurm_versions.py")
+"""Files of Slurm tests that do not use the lab of all others."""
+
+
 class TestsByFile(LoadScopeScheduling):
     """Scheduler that gives a worker one file at a time; files that share a lab or a run count as one."""
 
@@ -113,7 +118,10 @@ class TestsByFile(LoadScopeScheduling):
             tuple(f"end_to_end/test_{name}.py" for name in ("local", "restore_tests", "stopped_processes"))
         ):
             return "the run that was not disturbed"
-        return "slurm" if path.startswith("tests/slurm/") and not path.endswith("test_outages.py") else path
+        if not path.startswith("tests/slurm/"):
+            return path
+        suite = next((name for name in SUITES if f"[{name}" in nodeid), "")
+        return f"{path if path.endswith(OWN_LAB) else 'slurm'} {suite}"
 
 
 @pytest.hookimpl(optionalhook=True)

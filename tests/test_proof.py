@@ -67,7 +67,7 @@ def test_a_partial_run_keeps_the_other_results_and_dates(tmp_path: Path, monkeyp
     assert after == before
     page = (tmp_path / "proof.md").read_text()
     assert "| faults in simulated clusters | 3 | 2 | 2025-01-02 |  |" in page
-    assert "| faults on a real Slurm of four nodes | 1 | 1 | " in page
+    assert "| faults on a real Slurm of four nodes, in three versions | 1 | 1 | " in page
 
 
 def case_with(name: str = "test_figures", **figures: str) -> dict[str, Any]:

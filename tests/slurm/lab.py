@@ -21,6 +21,7 @@ import pytest
 
 from tests.slurm import processes
 from tests.slurm.settings import Ports, slurm_conf, slurmdbd_conf
+from tests.slurm.suites import MACHINE, SUITES, LabError, install, installation
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "slurmdbd", "mariadb-server")
 PROGRAMS = ("slurmctld", "slurmd", "slurmdbd", "sbatch", "sacct", "munged", "mariadbd", "mariadb-install-db")
@@ -28,41 +29,20 @@ _SBIN = "/usr/sbin:/sbin"
 _PR_SET_PDEATHSIG = 1
 
 
-class LabError(RuntimeError):
-    """Raised if this machine cannot run the lab, or one of its daemons did not start."""
-
-
-def _search_path() -> str:
-    return f"{os.environ.get('PATH', os.defpath)}:{_SBIN}"
-
-
 def missing_programs() -> list[str]:
     """Return the lab's programs that are not installed."""
-    return [name for name in PROGRAMS if shutil.which(name, path=_search_path()) is None]
+    path = f"{os.environ.get('PATH', os.defpath)}:{_SBIN}"
+    return [name for name in PROGRAMS if shutil.which(name, path=path) is None]
 
 
-def install() -> None:
-    """Install the packages. Raises LabError if that is impossible."""
-    if not missing_programs():
-        return
+def install_packages() -> None:
+    """Install the machine's packages. Raises LabError if that is impossible."""
     # Several workers of one test run may install at the same time, but dpkg's lock is exclusive.
     with (Path(tempfile.gettempdir()) / f"orch-lab-install-{os.getuid()}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        _install()
-
-
-def _install() -> None:
-    if not missing_programs():
-        return
-    if os.geteuid() != 0 or shutil.which("apt-get") is None:
-        missing = ", ".join(missing_programs())
-        raise LabError(f"no Slurm lab: {missing} missing, and only root with apt-get can install it")
-    environ = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
-    steps = (["apt-get", "update", "-q"], ["apt-get", "install", "-q", "-y", "--no-install-recommends", *PACKAGES])
-    for step in steps:
-        done = subprocess.run(step, env=environ, capture_output=True, text=True, timeout=600, check=False)
-        if done.returncode != 0:
-            raise LabError(f"no Slurm lab: {' '.join(step)} failed: {done.stderr.strip()[-300:]}")
+        if not missing_programs():
+            return
+        install(*PACKAGES)
     if missing_programs():
         raise LabError(f"no Slurm lab: still missing after the installation: {', '.join(missing_programs())}")
 
@@ -82,12 +62,16 @@ def _free_ports(count: int) -> list[int]:
 class SlurmLab:
     """munge, MariaDB, slurmdbd, slurmctld and one slurmd for each node; nothing outside `folder` is touched."""
 
-    def __init__(self, folder: Path, nodes: int = 4, cpus: int = 8, *, extra: str = "") -> None:
+    def __init__(
+        self, folder: Path, nodes: int = 4, cpus: int = 8, *, extra: str = "", suite: str = MACHINE
+    ) -> None:  # fmt: skip
         if os.geteuid() != 0:
             raise LabError("no Slurm lab: its slurmd must run as root")
-        self.folder, self.cpus, self.extra = folder.resolve(), cpus, extra  # extra: more lines of slurm.conf
+        install_packages()
+        self.slurm = installation(suite)
+        self.folder, self.cpus = folder.resolve(), cpus
         self.nodes = [f"n{index}" for index in range(1, nodes + 1)]
-        self.conf, self.extra = self.folder / "slurm.conf", extra
+        self.conf, self.extra = self.folder / "slurm.conf", extra  # extra: more lines of slurm.conf
         self.pids: dict[str, int] = {}
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._guard: subprocess.Popen[bytes] | None = None
@@ -105,7 +89,7 @@ class SlurmLab:
             self.start_controller()
             for node in self.nodes:
                 self._start_slurmd(node)
-            self._wait(self._nodes_idle, "the nodes to be idle", 60)
+            self.wait(self._nodes_idle, "the nodes to be idle", 60)
         except BaseException:
             self.stop()
             raise
@@ -132,10 +116,14 @@ class SlurmLab:
         self._ports = Ports(controller=controller, accounting=accounting, database=database, nodes=tuple(nodes))
         password = secrets.token_hex(16)
         self._password = password
-        self.conf.write_text(slurm_conf(self.folder, self.nodes, self._ports, self.cpus) + self.extra)
+        settings = slurm_conf(self.folder, self.nodes, self._ports, self.cpus) + self.slurm.settings()
+        self.conf.write_text(settings + self.extra)
+        self.version = self.ask("sbatch", "--version").stdout.split()[-1]
+        if tuple(map(int, self.version.split(".")[:2])) >= (23, 11):  # an older one does not know this plugin
+            (self.folder / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
         dbd = self.folder / "slurmdbd.conf"
         dbd.touch(mode=0o600)
-        dbd.write_text(slurmdbd_conf(self.folder, self._ports, password))
+        dbd.write_text(slurmdbd_conf(self.folder, self._ports, password) + self.slurm.settings())
         key = self.folder / "munge" / "key"
         if not key.exists():
             key.touch(mode=0o600)
@@ -150,7 +138,7 @@ class SlurmLab:
             f"--key-file={munge / 'key'}", f"--pid-file={munge / 'pid'}", f"--log-file={munge / 'log'}",
             f"--seed-file={munge / 'seed'}",
         )  # fmt: skip
-        self._wait(lambda: self.ask("munge", "-n", "--socket", str(munge / "socket")).returncode == 0, "munged")
+        self.wait(lambda: self.ask("munge", "-n", "--socket", str(munge / "socket")).returncode == 0, "munged")
 
     def start_accounting(self) -> None:
         """Start MariaDB and slurmdbd."""
@@ -176,9 +164,9 @@ class SlurmLab:
             f"--pid-file={self.folder / 'db' / 'pid'}", "--innodb-flush-log-at-trx-commit=0", "--skip-name-resolve",
             "--innodb-buffer-pool-size=64M",
         )  # fmt: skip
-        self._wait(lambda: _answers(self._ports.database), "mariadbd", 60)
+        self.wait(lambda: _answers(self._ports.database), "mariadbd", 60)
         self._spawn("slurmdbd", "slurmdbd", "-D")
-        self._wait(lambda: _answers(self._ports.accounting), "slurmdbd", 60)
+        self.wait(lambda: _answers(self._ports.accounting), "slurmdbd", 60)
 
     def stop_accounting(self) -> None:
         """Kill slurmdbd and its database."""
@@ -186,8 +174,11 @@ class SlurmLab:
             self._kill(name)
 
     def start_controller(self) -> None:
-        self._spawn("slurmctld", "slurmctld", "-D")
-        self._wait(lambda: self.ask("scontrol", "ping").stdout.count("UP") > 0, "slurmctld", 60)
+        state = self.folder / "state"
+        # Slurm 26.05 refuses to start without this file, which it writes some minutes after its first start.
+        unsaved = (state / "job_state").exists() and not (state / "assoc_usage").exists()
+        self._spawn("slurmctld", "slurmctld", "-D", *(["-i"] if unsaved else []))
+        self.wait(lambda: self.ask("scontrol", "ping").stdout.count("UP") > 0, "slurmctld", 60)
 
     def kill_controller(self) -> None:
         self._kill("slurmctld")
@@ -200,13 +191,15 @@ class SlurmLab:
         os.kill(self.pids["slurmctld"], signal.SIGCONT)
 
     def _start_slurmd(self, node: str) -> None:
-        self._spawn(f"slurmd-{node}", "slurmd", "-D", "-N", node)
+        self._spawn(f"slurmd-{node}", "slurmd", "-D", "-N", node, *self.slurm.step_daemon())
 
     def kill_node(self, node: str, *, ranks_too: bool = True) -> None:
         """Kill a node's slurmd and slurmstepds, and with `ranks_too` the processes that they started."""
         work = processes.job_processes(self.conf, node) if ranks_too else []
         self._kill(f"slurmd-{node}")
-        processes.send(processes.using(self.folder / "spool" / node), signal.SIGKILL)
+        # A slurmstepd uses its node's spool folder; from 24.11 on it only has the log open.
+        for place in (self.folder / "spool" / node, self.folder / "log" / f"slurmd-{node}.log"):
+            processes.send(processes.using(place), signal.SIGKILL)
         processes.send(work, signal.SIGKILL)
 
     def cut_power(self, node: str) -> None:
@@ -226,13 +219,15 @@ class SlurmLab:
             self.ask("scontrol", "update", f"nodename={node}", "state=resume")
             return self.node_state(node) in ("idle", "mix", "alloc")  # a job that waits takes it at once
 
-        self._wait(back, f"{node} to be idle", 60)
+        self.wait(back, f"{node} to be idle", 60)
 
     # -- questions
 
     def environment(self) -> dict[str, str]:
         """Return the variables of a user's shell on this cluster."""
-        return {"SLURM_CONF": str(self.conf), "PATH": _search_path()}
+        first = [str(self.slurm.programs)] if self.slurm.programs else []
+        path = ":".join([*first, os.environ.get("PATH", os.defpath), _SBIN])
+        return {"SLURM_CONF": str(self.conf), "PATH": path}
 
     def ask(self, *command: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
         """Run a Slurm command as a user would."""
@@ -256,7 +251,7 @@ class SlurmLab:
             done = self.ask("sacctmgr", "-i", "add", "cluster", "lab")
             return done.returncode == 0 or "already exists" in done.stdout + done.stderr
 
-        self._wait(known, "slurmdbd to know the cluster", 60)
+        self.wait(known, "slurmdbd to know the cluster", 60)
 
     def _nodes_idle(self) -> bool:
         states = self.ask("sinfo", "-h", "-N", "-p", "low", "-o", "%t").stdout.split()
@@ -277,7 +272,7 @@ class SlurmLab:
             child.kill()
             child.wait(timeout=20)
 
-    def _wait(self, ready: Callable[[], bool], what: str, timeout: float = 30) -> None:
+    def wait(self, ready: Callable[[], bool], what: str, timeout: float = 30) -> None:
         deadline = time.monotonic() + timeout
         while not ready():
             dead = [name for name, child in self._children.items() if child.poll() is not None]
@@ -296,14 +291,13 @@ class SlurmLab:
 
 @contextlib.contextmanager
 def temporary_lab(
-    prepare: Callable[[SlurmLab], None] = lambda lab: None, *, nodes: int = 4, extra: str = ""
+    suite: str, prepare: Callable[[SlurmLab], None] = lambda lab: None, *, nodes: int = 4, extra: str = ""
 ) -> Iterator[SlurmLab]:
     """A lab in a folder that ordinary users can enter; skips without Slurm. `prepare` is called before the start."""
     folder = Path(tempfile.mkdtemp(prefix="orch-slurm-")).resolve()  # pytest's own folders are closed to other users
     folder.chmod(0o755)
     try:
-        install()
-        lab = SlurmLab(folder, nodes, extra=extra.format(folder=folder))
+        lab = SlurmLab(folder, nodes, extra=extra.format(folder=folder), suite=suite)
         prepare(lab)
         lab.start()
     except LabError as error:
@@ -355,14 +349,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("verb", choices=("start", "stop", "guard"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("owner", type=int, nargs="?", default=0)
+    parser.add_argument("--suite", choices=SUITES, default=MACHINE, help="Debian suite with the Slurm to start")
     chosen = parser.parse_args(arguments)
     if chosen.verb == "guard":
         _guard(chosen.folder, chosen.owner)
     elif chosen.verb == "stop":
         end_lab(chosen.folder)
     else:
-        install()
-        lab = SlurmLab(chosen.folder).start()
+        lab = SlurmLab(chosen.folder, suite=chosen.suite).start()
         sys.stdout.write("".join(f"export {key}={json.dumps(value)}\n" for key, value in lab.environment().items()))
         sys.stdout.write("# the lab ends with this process: Ctrl-C\n")
         sys.stdout.flush()

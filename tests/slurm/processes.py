@@ -30,9 +30,9 @@ def environment_of(pid: int) -> dict[str, str]:
     return {key.decode(errors="replace"): value.decode(errors="replace") for key, _, value in pairs}
 
 
-def using(folder: Path) -> Iterator[int]:
-    """Yield processes with an open file or their current folder in `folder` (as slurmstepd in its spool folder)."""
-    prefix = f"{folder.resolve()}/"
+def using(place: Path) -> Iterator[int]:
+    """Yield processes with this file open, or with an open file or their current folder in this folder."""
+    prefix = f"{place.resolve()}/"
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid() and _touches(entry, prefix):
             yield int(entry.name)

@@ -37,7 +37,6 @@ def slurm_conf(folder: Path, nodes: list[str], ports: Ports, cpus: int) -> str:
         "TaskPlugin=task/none",
         "SelectType=select/cons_tres",
         "SelectTypeParameters=CR_CPU",
-        "SwitchType=switch/none",
         "MpiDefault=none",
         "ReturnToService=2",
         "SlurmdTimeout=10",
@@ -89,7 +88,7 @@ def slurmdbd_conf(folder: Path, ports: Ports, password: str) -> str:
     return "\n".join(
         [
             "AuthType=auth/munge",
-            f"AuthInfo={folder}/munge/socket",
+            f"AuthInfo=socket={folder}/munge/socket",
             f"DbdHost={host}",
             "DbdAddr=127.0.0.1",
             f"DbdPort={ports.accounting}",

@@ -14,9 +14,9 @@ from tests.slurm.lab import SlurmLab
 pytestmark = pytest.mark.slurm
 
 
-def test_a_killed_owner_leaves_no_daemon_behind(lab: SlurmLab, tmp_path: Path) -> None:
+def test_a_killed_owner_leaves_no_daemon_behind(lab: SlurmLab, suite: str, tmp_path: Path) -> None:
     folder = tmp_path / "second"
-    command = [sys.executable, "-m", "tests.slurm.lab", "start", str(folder)]
+    command = [sys.executable, "-m", "tests.slurm.lab", "start", str(folder), "--suite", suite]
     owner = subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True)
     try:
         assert owner.stdout is not None

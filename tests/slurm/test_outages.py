@@ -17,12 +17,12 @@ SMALL = [
 ]  # fmt: skip
 RESUME = """#!/bin/sh
 # What a site's ResumeProgram does: boot the node, or, when that does not work, give it up.
-export SLURM_CONF={conf} PATH=$PATH:/usr/sbin:/usr/bin
+export SLURM_CONF={conf} PATH={path}
 if [ -e {folder}/broken ]; then
   exit 1
 fi
 # -b: it says that its machine has just been booted, which slurmctld waits for.
-setsid slurmd -D -b -N c1 </dev/null >> {folder}/log/slurmd-c1.out 2>&1 &
+setsid {slurmd} -D -b -N c1 </dev/null >> {folder}/log/slurmd-c1.out 2>&1 &
 """
 SUSPEND = """#!/bin/sh
 kill $(cat {folder}/slurmd-c1.pid)
@@ -50,15 +50,16 @@ def settings(folder: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def strict() -> Iterator[SlurmLab]:
+def strict(suite: str) -> Iterator[SlurmLab]:
     def add_cloud(lab: SlurmLab) -> None:
         lab.extra = settings(lab.folder)
         (lab.folder / "spool" / "c1").mkdir(parents=True)
+        places = {"folder": lab.folder, "conf": lab.conf, "path": lab.environment()["PATH"]}
         for name, text in (("resume", RESUME), ("suspend", SUSPEND)):
-            (lab.folder / name).write_text(text.format(folder=lab.folder, conf=lab.conf))
+            (lab.folder / name).write_text(text.format(slurmd=" ".join(["slurmd", *lab.slurm.step_daemon()]), **places))
             (lab.folder / name).chmod(0o755)
 
-    with temporary_lab(add_cloud, nodes=1) as lab:
+    with temporary_lab(suite, add_cloud, nodes=1) as lab:
         yield lab
 
 

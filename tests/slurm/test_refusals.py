@@ -69,7 +69,7 @@ def longest(lab: SlurmLab, minutes: str) -> Iterator[None]:
 def test_a_held_run_and_a_job_that_waits_for_ever_name_commands_that_cure_them(lab: SlurmLab, user: User) -> None:
     programs = user.folder / "bin"
     programs.mkdir()
-    (programs / "sbatch").write_text(NO_TEST.format(sbatch=shutil.which("sbatch")))
+    (programs / "sbatch").write_text(NO_TEST.format(sbatch=shutil.which("sbatch", path=user.environment["PATH"])))
     (programs / "sbatch").chmod(0o755)
     user.environment["PATH"] = f"{programs}:{user.environment['PATH']}"
     done = user.run(*submit(user, SLEEPS, "cluster.partition=lov"))

@@ -83,11 +83,11 @@ def test_a_plugin_that_renames_jobs_and_odd_foreign_ones_disturb_nothing(lab: Sl
 
 
 @pytest.fixture
-def odd_lab() -> Iterator[SlurmLab]:
+def odd_lab(suite: str) -> Iterator[SlurmLab]:
     def rename(lab: SlurmLab) -> None:
         lab.nodes = ["gpu-01-3", "gpu-01-4", "gpu-02-3", "gpu-02-4"]
 
-    with temporary_lab(rename) as made:
+    with temporary_lab(suite, rename) as made:
         yield made
 
 

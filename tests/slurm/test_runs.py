@@ -7,45 +7,18 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.end_to_end.user import (
-    TINY,
-    User,
-    assert_exact,
-    assert_gone,
-    assert_no_step_twice_at_once,
-    compare,
-    warm_environment,
-)
+from tests.end_to_end.user import User, assert_exact, assert_gone, assert_no_step_twice_at_once, compare
 from tests.slurm import processes
 from tests.slurm.lab import SlurmLab
+from tests.slurm.small_runs import ONE_RANK_EACH, SHORT, SMALL, training
 from tests.slurm.warm_fork_servers import warm_python
-from tests.trainer.agent.warm_agents import WarmAgents
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(500)]
-SMALL = [
-    "cluster.nodes=2", "cluster.ranks_per_node=2", "cluster.cpus_per_task=2", "cluster.partition=low",
-    "cluster.time=10", "recovery.backoff=0.5", "train.steps=40", "checkpoint.every=8",
-]  # fmt: skip
 ONE_NODE = [*SMALL, "cluster.nodes=1", "parallel.tp=1"]
-ONE_RANK_EACH = [*SMALL, *TINY, "cluster.ranks_per_node=1", "parallel.tp=1"]
-SHORT = ["train.steps=16", "checkpoint.every=4"]
-
-
-@pytest.fixture(scope="session")
-def calm(agents: WarmAgents, tmp_path_factory: pytest.TempPathFactory) -> tuple[User, str]:
-    someone = User(tmp_path_factory.mktemp("calm"), "local", warm_environment(agents))
-    run = someone.submit("tiny-gpt", *ONE_RANK_EACH, *SHORT, "cluster.nodes=1", "cluster.ranks_per_node=2")["run"]
-    assert someone.wait(run) == 0
-    someone.run("controller", "stop")
-    return someone, run
 
 
 def job_names(lab: SlurmLab) -> list[str]:
     return lab.ask("squeue", "-h", "--me", "-t", "PENDING,RUNNING", "-o", "%j").stdout.split()
-
-
-def training(user: User, run: str, beyond: int, seconds: float = 90) -> None:
-    user.until(lambda: user.step(run) > beyond, seconds, f"training beyond step {beyond}")
 
 
 @pytest.mark.proof

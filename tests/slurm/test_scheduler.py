@@ -5,9 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -21,16 +19,6 @@ from tests.orchestrator.scheduler.contract import SchedulerContract, World, even
 from tests.slurm.lab import SlurmLab
 
 pytestmark = pytest.mark.slurm
-
-
-@pytest.fixture
-def world(lab: SlurmLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    for key, value in lab.environment().items():
-        monkeypatch.setenv(key, value)
-    tmp_path.chmod(0o755)
-    yield World(scheduler=SlurmScheduler(entry="tests.slurm.payload:record"), folder=tmp_path)
-    lab.ask("scancel", "--me")
-    eventually(lambda: not lab.ask("squeue", "-h", "--me").stdout.strip(), "the queue is empty", 60)
 
 
 class TestSlurm(SchedulerContract):

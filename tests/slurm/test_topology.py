@@ -20,11 +20,11 @@ SMALL = [
 
 
 @pytest.fixture
-def tree() -> Iterator[SlurmLab]:
+def tree(suite: str) -> Iterator[SlurmLab]:
     def connect(lab: SlurmLab) -> None:
         (lab.folder / "topology.conf").write_text(INTERLEAVED)
 
-    with temporary_lab(connect, extra="TopologyPlugin=topology/tree\n") as made:
+    with temporary_lab(suite, connect, extra="TopologyPlugin=topology/tree\n") as made:
         yield made
 
 

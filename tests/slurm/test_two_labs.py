@@ -20,8 +20,8 @@ SMALL = [
 
 
 @pytest.fixture(scope="module")
-def other() -> Iterator[SlurmLab]:
-    with temporary_lab(nodes=1) as made:
+def other(suite: str) -> Iterator[SlurmLab]:
+    with temporary_lab(suite, nodes=1) as made:
         yield made
 
 

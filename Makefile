@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DEV := $(VENV)/.dev
 INTEROP := $(VENV)/interop
 LOWEST := $(VENV)/lowest
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q
@@ -13,7 +14,7 @@ TREE := orch orchestrator trainer checkpointing tests benchmarks examples
 help:  ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
-venv: $(READY)  ## make .venv with the pinned versions (a second call costs nothing)
+venv: $(READY)  ## make .venv with orch and the pinned versions of what it needs (a second call costs nothing)
 
 $(READY): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { \
@@ -22,18 +23,23 @@ $(READY): pyproject.toml constraints.txt
 	  echo "error: $(PYTHON) is older than 3.11. Name a newer one: make $(MAKECMDGOALS) PYTHON=python3.11"; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 	  echo "error: $(PYTHON) has no venv module. Install it: apt-get install python3-venv"; exit 1; }
-	@echo "setting up $(VENV) (once; about a minute)"
+	@echo "setting up $(VENV) (once; less than a minute)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q -e '.[dev]'
+	@PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q -e .
 	@touch $(READY)
 
-$(INTEROP)/.ready: tests/interop/requirements.txt | $(READY)
+$(DEV): $(READY)
+	@echo "adding what lint and tests need to $(VENV) (once)"
+	@PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q -e '.[dev]'
+	@touch $(DEV)
+
+$(INTEROP)/.ready: tests/interop/requirements.txt | $(DEV)
 	@echo "setting up $(INTEROP) (once): transformers, which the tests load exported models with"
 	@rm -rf $(INTEROP)
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q --no-deps --target $(INTEROP) -r $<
 	@touch $@
 
-$(LOWEST)/.ready: tests/lowest/requirements.txt | $(READY)
+$(LOWEST)/.ready: tests/lowest/requirements.txt | $(DEV)
 	@echo "setting up $(LOWEST) (once): the lowest versions that are promised, which tests run with"
 	@rm -rf $(LOWEST)
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q --no-deps --target $(LOWEST) -r $<
@@ -42,7 +48,7 @@ $(LOWEST)/.ready: tests/lowest/requirements.txt | $(READY)
 demo: venv  ## the main job on this machine: trains, loses a rank, recovers, finishes (about a minute)
 	@$(BIN)/orch demo
 
-lint: venv
+lint: $(DEV)
 	$(BIN)/ruff format --check $(TREE)
 	$(BIN)/ruff check $(TREE)
 	$(BIN)/mypy
@@ -54,27 +60,27 @@ test: $(INTEROP)/.ready $(LOWEST)/.ready  ## everything, the real Slurm included
 	@$(MAKE) --no-print-directory -j 2 lint build/.bytecode
 	$(PYTEST) -n 5 -m "not proof" --durations=40
 
-proof: venv $(INTEROP)/.ready $(LOWEST)/.ready  ## the long counts; writes docs/proof.md
+proof: $(DEV) $(INTEROP)/.ready $(LOWEST)/.ready  ## the long counts; writes docs/proof.md
 	$(BIN)/python -m benchmarks.proof
 
-mutants: venv  ## plant 100 one-line bugs: at least 90 % must fail a fast test (15 minutes, the first time 10 more)
+mutants: $(DEV)  ## plant 100 one-line bugs: at least 90 % must fail a fast test (15 minutes, the first time 10 more)
 	$(BIN)/python -m tests.mutants
 
 # Rewriting the assertions of 650 files takes 14 s: the first time once, beside mypy, instead of in every worker.
-build/.bytecode: | $(READY)
+build/.bytecode: | $(DEV)
 	@$(PYTEST) --collect-only -qq >/dev/null 2>&1 || true
 	@mkdir -p build && touch $@
 
-test-gpu: venv  ## kill, hang, desync, resume and memory on the GPUs here: one table to send back (under ten minutes)
+test-gpu: $(DEV)  ## kill, hang, desync, resume and memory on the GPUs here: one table to send back (under ten minutes)
 	$(BIN)/python -m tests.gpu
 
-bench: venv  ## times beside their limits; only numbers of a quiet machine count
+bench: $(DEV)  ## times beside their limits; only numbers of a quiet machine count
 	$(BIN)/python -m benchmarks.cli
 	$(BIN)/python -m benchmarks.checkpoint
 	$(BIN)/python -m benchmarks.recovery
 	$(BIN)/python -m benchmarks.training
 
-wheel: venv  ## build dist/*.whl
+wheel: $(DEV)  ## build dist/*.whl
 	$(BIN)/python -m build --wheel --outdir dist .
 
 clean:  ## remove what was built, not the runs

@@ -1,4 +1,4 @@
-"""Commands that run orch's modules in further processes of this interpreter."""
+"""Commands that run orch's modules in further processes."""
 
 import sys
 from pathlib import Path
@@ -6,11 +6,11 @@ from pathlib import Path
 _FOLDER = Path(__file__).resolve().parents[1]
 
 
-def module_command(module: str) -> list[str]:
-    """Return the command that runs this module.
+def module_command(module: str, python: str = sys.executable) -> list[str]:
+    """Return the command that runs this module with `python`.
 
     In a mounted copy of orch's packages it names the folder, because only its `__main__.py` finds them.
     """
     if (_FOLDER / "__main__.py").is_file():
-        return [sys.executable, str(_FOLDER), "-m", module]
-    return [sys.executable, "-P", "-m", module]
+        return [python, str(_FOLDER), "-m", module]
+    return [python, "-P", "-m", module]

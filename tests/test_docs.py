@@ -125,9 +125,12 @@ def test_generated_pages_are_current(name: str) -> None:
 
 
 @every_page
-def test_every_yaml_example_is_a_valid_configuration(page: Path, tmp_path: Path) -> None:
+def test_every_yaml_example_is_a_valid_configuration(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from orchestrator.config.compose import compose
 
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # for cluster/local-gpu
     for number, text in enumerate(_YAML.findall(page.read_text())):
         example = tmp_path / f"{number}.yaml"
         example.write_text(text)

@@ -13,6 +13,7 @@ from typing import Any
 
 from checkpointing.storage.durable import canonical, dump_line
 from orchestrator.config import keys, layers, redaction, validation
+from orchestrator.config.detected_gpus import fill_in_gpus
 from orchestrator.config.layers import Assignment
 from orchestrator.config.run_config import RunConfig
 from orchestrator.config.validation import refuse_ineffective
@@ -262,7 +263,7 @@ def _resolve_values(values: dict[str, Any], origins: dict[keys.Path, str]) -> di
     from omegaconf.errors import OmegaConfBaseException  # heavy; only verbs that read configs need it
 
     try:
-        data: dict[str, Any] = plain(_merge_cached(dump_line(values)))
+        data: dict[str, Any] = plain(_merge_cached(dump_line(fill_in_gpus(values))))
     except OmegaConfBaseException as error:
         what, path, hint = _type_complaint(error, values)
         raise ConfigError(what, where=_where(path, origins), hint=hint) from error
@@ -303,6 +304,7 @@ def _origin(key: str, origins: dict[keys.Path, str]) -> str:
 
 _FOLDERS: dict[keys.Path, Callable[[str], bool]] = {
     ("cluster", "root"): lambda name: True,
+    ("cluster", "stage", "archive"): bool,
     ("cluster", "templates"): lambda name: "/" in name,
     ("data", "path"): bool,
     ("data", "text"): lambda name: name not in validation.KNOWN_TEXTS,

@@ -32,6 +32,7 @@ from orchestrator.scheduler.interface import JobSpec
 from orchestrator.states import AttemptState, RunState
 from orchestrator.submission import secret_values, user_code
 from orchestrator.submission.run_identity import identify
+from orchestrator.submission.stage_digest import fill_stage_digest
 from orchestrator.submission.user_code import BoundedChild, ChildAnswer, job_environment
 from trainer.protocol.config import WorkloadConfig
 from trainer.protocol.run_dir import RunDir
@@ -258,6 +259,7 @@ def create_run(
     check_tier_folders(config, RunDir(root / store.free_name(config.name, root)))
     given = secret_values.separate_secrets(composed, os.environ)
     data = given.data
+    fill_stage_digest(data)
     index = prepare_data(config, data, root, progress)
     recorded = {name: value for name, value in os.environ.items() if name not in config.env_from}
     seen = data_identity(data["data"]["path"], index) if index is not None else {}

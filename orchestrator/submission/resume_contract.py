@@ -67,6 +67,7 @@ _TERMS: Mapping[Term, str] = {
     HARMLESS: """
         progress cluster.shared_root cluster.spare_nodes cluster.mem cluster.time cluster.interface cluster.signal_lead
         cluster.partition cluster.account cluster.qos cluster.constraint cluster.exclude cluster.sbatch
+        cluster.bind cluster.caches cluster.stage.to cluster.stage.keep_days cluster.stage.seconds
         parallel.tp_across_nodes parallel.fsdp.reshard_after_forward parallel.fsdp.prefetch
         train.recompute train.peak_tflops checkpoint recovery detection restore_tests logs notify
     """,
@@ -77,7 +78,7 @@ _TERMS: Mapping[Term, str] = {
     """,
     Term(Rule.ACCEPT, "other scripts prepare the node"): "cluster.templates",
     Term(Rule.ACCEPT, "the node is prepared differently"): "cluster.template_args",
-    _STACK: "cluster.python",
+    _STACK: "cluster.python cluster.stage.archive cluster.stage.sha256",
     _SHAPE: """
         model.vocab_size model.dim model.layers model.heads model.kv_heads model.ffn_dim model.tie_embeddings
         model.experts.count model.experts.ffn_dim

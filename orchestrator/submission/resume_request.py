@@ -45,6 +45,7 @@ from orchestrator.submission.resume_contract import (
 )
 from orchestrator.submission.run_identity import client, code, environment
 from orchestrator.submission.secret_values import renew, without_webhook
+from orchestrator.submission.stage_digest import fill_stage_digest
 from trainer.protocol.failures.outcome import select_kinds
 from trainer.protocol.plain_data import build
 from trainer.protocol.run_dir import RunDir
@@ -104,6 +105,7 @@ def resume_request(
         _check_tiers(before.config, now.config, RunDir(Path(run.run_dir)))
         config = now.config
         data, webhooks = without_webhook(now.data)
+        fill_stage_digest(data, before.data)
         if starts_over and before.data["data"]["text"] != data["data"]["text"]:
             prepare_data(config, data, RunDir(Path(run.run_dir)).path.parent)
         changes = config_changes(before.data, data)

@@ -12,7 +12,10 @@ from trainer.agent.flight.recorder import FlightSockets
 from trainer.agent.fork_server import code_at_start, launch_order
 from trainer.agent.fork_server.launch_order import RankLauncher
 from trainer.agent.fork_server.link import ForkServerLink
+from trainer.agent.fork_server.rank_binding import shorten_cores
+from trainer.agent.fork_server.rank_variables import rank_python
 from trainer.agent.nodes import preflight, roster
+from trainer.agent.nodes.node_setup import prepare_node
 from trainer.agent.processes import background_tasks, proc
 from trainer.agent.processes.background_tasks import SupervisedTasks, describe_error
 from trainer.agent.processes.log_pipes import LogPipes
@@ -68,6 +71,7 @@ class NodeAgent:
         self._tasks = SupervisedTasks()
         self._last_exit_report: asyncio.Task[None] | None = None
         self._early: list[int] = []
+        self._bound: dict[str, str] = {}  # rank -> cores
         self._peer: CoordinatorPeer
         self._launcher: RankLauncher
         self._evidence: EvidenceCollector
@@ -76,9 +80,6 @@ class NodeAgent:
         """Serve until the coordinator ends the attempt or is lost, and return the agent's exit code."""
         self._peer = peer
         self._evidence = EvidenceCollector(self._attempt, self._node.node, self._sockets)
-        self._launcher = RankLauncher(
-            self._run, self._attempt, self._config, self._node, self._environ, peer.host, self._sockets
-        )
         for number in self._early:
             self.on_signal(number)
         try:
@@ -104,7 +105,8 @@ class NodeAgent:
     async def _run_preflight(self) -> None:
         """Report this node's faults or, if it has none, start its fork server."""
         folder = self._run.path
-        faults = await background_tasks.start_detached(lambda: preflight.examine(folder, self._config))
+        faults = await self._prepare()
+        faults += await background_tasks.start_detached(lambda: preflight.examine(folder, self._config))
         ahead = await background_tasks.start_detached(lambda: preflight.ahead_of_files(folder))
         reasons = "; ".join(fault.reason for fault in faults)
         node = self._node
@@ -113,6 +115,25 @@ class NodeAgent:
         self._peer.send(agents.PreflightReport(faults=tuple(faults), wall=wall, machine=machine, ahead_of_files=ahead))
         if not faults:
             self._start_fork_server()
+
+    async def _prepare(self) -> list[agents.PreflightFault]:
+        """Prepare the node for its ranks, and return the faults."""
+        gpus = launch_order.gpus(self._node, self._config, self._environ)
+        visible = {**self._environ, **self._config.env, **gpus}.get("CUDA_VISIBLE_DEVICES")
+        prepared, faults = await background_tasks.start_detached(
+            lambda: prepare_node(self._config, self._run.name, self._environ, visible)
+        )
+        self._environ = {**self._environ, **prepared.variables}
+        self._launcher = RankLauncher(
+            self._run, self._attempt, self._config, self._node, self._environ, self._peer.host, self._sockets,
+            prepared.topology,
+        )  # fmt: skip
+        if prepared.variables:
+            found = prepared.to_json()
+            self._events.write(EventKind.NODE_PREPARED, node=self._node.node, name=self._node.name, **found)
+            staged = f"staged {found['staged']} in {found['seconds']} s; " if prepared.staged else ""
+            _log(staged + " ".join(f"{name}={value}" for name, value in prepared.variables.items()))
+        return faults
 
     def on_signal(self, number: int) -> None:
         """Forward a signal from Slurm or a person to the coordinator, which decides what it means."""
@@ -183,6 +204,8 @@ class NodeAgent:
             output=self._output(),
             on_message=self._on_fork_server_message,
             on_lost=self._on_fork_server_lost,
+            # A program's fork server imports nothing of the ranks, so it keeps the agent's interpreter.
+            python=sys.executable if self._config.command else rank_python(self._environ),
         )
 
     def _take_node_rank(self, node_rank: int) -> None:
@@ -262,6 +285,7 @@ class NodeAgent:
             ranks.mark_never_started()
             self._peer.send(agents.ForkServerDied(generation=start.generation, reason="before its ranks were started"))
             return
+        self._report_binding(start.node_rank, ranks)
         for local_rank, local in enumerate(ranks.by_rank.values()):
             order = self._launcher.launch_order(start, local_rank)
             # If the fork server is lost here, `_on_fork_server_lost` runs next and kills these ranks as orphans.
@@ -270,6 +294,14 @@ class NodeAgent:
             local.close_theirs()
         if start.generation > 1 and not self._warm and self._node.node == 0:  # its ranks import everything again
             self._tasks.spawn(code_at_start.note_changes(self._attempt, self._config, self._events))
+
+    def _report_binding(self, node_rank: int, ranks: LocalRanks) -> None:
+        cores, reason = self._launcher.bind(node_rank)
+        named = {str(rank): shorten_cores(each) for rank, each in zip(ranks.by_rank, cores, strict=True)}
+        if named != self._bound:
+            self._bound = named
+            at = {"node": self._node.node, "name": self._node.name}
+            self._events.write(EventKind.RANKS_BOUND, **at, reason=reason, cores=named)
 
     def _start_rank(self, order: StartRank, local: LocalRank, local_rank: int) -> None:
         assert self._link is not None

@@ -20,6 +20,9 @@ class EventKind(StrEnum):
     AGENT_JOINED = "agent.joined"  # node (index), name
     AGENT_LOST = "agent.lost"  # node, name, reason
     PREFLIGHT = "preflight"  # node, name, ok, reason; for all nodes together: ok, reason, speeds
+    # node, name, variables {name: value}, staged (folder or null), reused, seconds
+    NODE_PREPARED = "node.prepared"
+    RANKS_BOUND = "ranks.bound"  # node, name, reason, cores {rank: "0-3,8"}: empty if not bound
     FORK_SERVER = "fork_server"  # node, warm (bool), reason, seconds: the server is ready, or has died
     CODE_RECORDED = "code.recorded"  # digest of the user's training code; code.json lists its files
     CODE_CHANGED = (

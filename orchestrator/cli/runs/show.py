@@ -13,6 +13,7 @@ from checkpointing.storage.durable import dump_line
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.access.run_folder import has_moved, warn_of_missing
 from orchestrator.cli.runs.config_changes import config_changes, describe_code, short_digests
+from orchestrator.cli.runs.node_setup import read_node_setup
 from orchestrator.cli.runs.show_tables import (
     compared_table,
     describe_own_test,
@@ -59,7 +60,8 @@ restored, reason}], incomplete: [{..., step, reason}], code_recorded: [{..., dig
 reason, accepted}], spares: [{..., name, instead, reason}], unfit: [{..., node,
 reason}], unreadable: [{..., unread, reason}], restore_tests (as restore-tests history), proven: {step, checkpoint,
 layouts, ended_at} | null, figures: {steps, tokens_per_s_per_rank, tflops_per_rank, mfu, shares, exposed, memory} |
-null, notified: {state, delivered, failed, tries, at, next_at} | null}; seconds is how long a save took, stall how long
+null, setup: {staged, variables, cores: {rank: cores}, binding, network: {network, devices, gpudirect, version} |
+null}, notified: {state, delivered, failed, tries, at, next_at} | null}; seconds is how long a save took, stall how long
 training waited for it; tier is empty for the run's own folder; a generation's tier is memory after a restart in
 place; unreadable lists events that are damaged or from another version; proven is the newest checkpoint that still
 exists and was restored
@@ -142,6 +144,7 @@ def _document(
         **{key: run.identity.get(key) for key in ("data", "imported")},
         "run_dir": run.run_dir,
         "figures": asdict(figures) if (figures := figures_of_run(RunDir(Path(run.run_dir)))) else None,
+        "setup": read_node_setup(RunDir(Path(run.run_dir))).to_json(),
         "created_at": iso(run.created_at),
         "transitions": [{**_pick(move, *moves), "time": iso(move.time)} for move in transitions],
     }
@@ -222,6 +225,7 @@ def _head(screen: Screen, run: Run, view: RunView, own_test: RestoreTest | None,
         **(describe_own_test(own_test) if own_test else {}),
         "step": f"{progress(run.step, run.total_steps, ' of ')}   loss {decimal(view.loss)}",
         **describe_figures(figures_of_run(RunDir(Path(run.run_dir)))),
+        **read_node_setup(RunDir(Path(run.run_dir))).describe(),
         "created": f"{screen.when(run.created_at)}   updated {span(view.age_s)} ago",
         "tags": ", ".join(run.tags),
         "config": run.config_digest[:12],

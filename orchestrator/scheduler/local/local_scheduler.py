@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 from checkpointing.storage.durable import canonical, only_own_files, read_json, reserve, write_durably, write_reserved
 from checkpointing.storage.storage_errors import explain_disk_error
+from orchestrator.config.detected_gpus import visible_gpus
 from orchestrator.errors import ConfigError, Precondition, SlurmUnreachable, SubmitAmbiguous, SubmitRejected
 from orchestrator.home import state_home
 from orchestrator.scheduler.interface import UNREADABLE, JobSpec, JobStatus
@@ -375,7 +376,7 @@ def _devices(spec: JobSpec) -> tuple[str, ...]:
     nodes, each = spec.resources.nodes, spec.resources.gpus_per_node
     if each == 0:
         return ("",) * nodes
-    here = _gpus()
+    here = visible_gpus()
     if nodes * each > len(here):
         raise SubmitRejected(
             f"{nodes} nodes (cluster.nodes + cluster.spare_nodes) x cluster.gpus_per_node={each} are more than "
@@ -384,14 +385,6 @@ def _devices(spec: JobSpec) -> tuple[str, ...]:
             hint="cluster.gpus_per_node=0 trains on CPUs",
         )
     return tuple(",".join(here[node * each : (node + 1) * each]) for node in range(nodes))
-
-
-def _gpus() -> list[str]:
-    """Return the GPUs that this process may use, in the notation of CUDA_VISIBLE_DEVICES."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return [name for name in visible.split(",") if name and name != "-1"]
-    return [str(number) for number, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
 
 
 def _start(intent: Intent, path: Path, seen: dict[str, str]) -> None:

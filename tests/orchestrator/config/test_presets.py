@@ -7,6 +7,7 @@ import pytest
 from orchestrator import home
 from orchestrator.config import yaml_text
 from orchestrator.config.compose import compose
+from orchestrator.errors import ConfigError
 
 RUNNABLE = [name for name in yaml_text.names() if "/" not in name]
 GROUPS = [name for name in yaml_text.names() if "/" in name]
@@ -27,7 +28,8 @@ def test_no_preset_overrides_where_a_user_runs(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_a_group_composes_with_data(name: str) -> None:
+def test_a_group_composes_with_data(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # for cluster/local-gpu
     compose(name, ["data.text=[python-stdlib]", "train.batch_size=64"], environ={"HOME": "/nowhere"})
 
 
@@ -51,3 +53,13 @@ def test_a_wheel_carries_its_own_folder(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(home, "__file__", str(tmp_path / "orchestrator" / "home.py"))
     assert home.shipped_folder("configs") == packed
     assert home.shipped_folder("sbatch_templates") == tmp_path / "sbatch_templates"
+
+
+def test_a_rank_starts_for_each_gpu_that_this_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
+    cluster = compose("cluster/local-gpu", ["data.text=[python-stdlib]"], environ={"HOME": "/nowhere"}).config.cluster
+    assert (cluster.kind, cluster.ranks_per_node, cluster.gpus_per_node) == ("local", 2, 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ConfigError, match="this machine has no GPU: CUDA_VISIBLE_DEVICES=") as caught:
+        compose("cluster/local-gpu", environ={"HOME": "/nowhere"})
+    assert "docker run --gpus all" in caught.value.hint

@@ -43,6 +43,27 @@ def test_modules_are_words_each_quoted() -> None:
     assert "module load cuda/12.8 'nccl;reboot' || exit 1" in made.setup
 
 
+def test_a_saved_collection_of_modules_is_restored_first() -> None:
+    made = prepare(spec("modules", collection="training", modules="nccl"))
+    assert made.setup[-2:] == ("module restore training || exit 1", "module load nccl || exit 1")
+    assert prepare(spec("modules", collection="training")).setup[-1] == "module restore training || exit 1"
+
+
+@pytest.mark.parametrize(
+    ("template", "args", "python"),
+    [
+        ("venv", {"venv": "/shared/my env"}, "'/shared/my env'/bin/python"),
+        ("uv", {"project": "/shared/project"}, "/shared/project/.venv/bin/python"),
+        ("pixi", {"project": "/shared/project"}, "/shared/project/.pixi/envs/default/bin/python"),
+        ("micromamba", {"env": "train"}, "python3"),
+    ],
+)
+def test_an_environments_own_python_runs_the_agents(template: str, args: dict[str, str], python: str) -> None:
+    made = prepare(spec("default", template, **args))
+    assert made.python == f"{python} -P"
+    assert not made.own_interpreter
+
+
 def test_conda_uses_the_python_of_its_environment() -> None:
     made = prepare(spec("conda", env="train", base="/opt/conda"))
     assert made.setup[-2:] == (". /opt/conda/etc/profile.d/conda.sh || exit 1", "conda activate train || exit 1")
@@ -107,10 +128,10 @@ def test_typing_errors_get_the_nearest_name() -> None:
 
 def test_a_missing_argument_is_offered_as_it_is_typed() -> None:
     with pytest.raises(ConfigError) as caught:
-        prepare(spec("modules"))
+        prepare(spec("venv"))
     assert is_override(caught.value.hint)
-    added = caught.value.hint.replace("VALUE", "gcc")
-    assert compose("slurm-first-run", [added]).config.cluster.template_args == {"modules": "gcc"}
+    added = caught.value.hint.replace("VALUE", "/env")
+    assert compose("slurm-first-run", [added]).config.cluster.template_args == {"venv": "/env"}
 
 
 def test_a_fragment_of_ones_own_is_given_by_its_path(tmp_path: Path) -> None:

@@ -91,8 +91,8 @@ def test_python_is_the_interpreter_of_the_run_whatever_path_has(job, tmp_path, m
 
 def test_a_path_of_the_configuration_says_which_python_is_meant():
     config = JobConfig(command=("python", "train.py"), env={"PATH": "/opt/python/bin"})
-    assert with_interpreter(config) == ("python", "train.py")
-    assert with_interpreter(JobConfig(command=("python3.9", "train.py"))) == ("python3.9", "train.py")
+    assert with_interpreter(config, {}) == ("python", "train.py")
+    assert with_interpreter(JobConfig(command=("python3.9", "train.py")), {}) == ("python3.9", "train.py")
 
 
 def test_the_folder_of_the_submit_is_read_from_the_runs_record(job, tmp_path):

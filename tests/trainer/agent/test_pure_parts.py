@@ -5,6 +5,7 @@ import pytest
 from trainer.agent.attempt_state.published_files import AttemptProgress
 from trainer.agent.attempt_state.stopping import Bounds, Stopping, bound, classify_signal, lead, parse_time
 from trainer.agent.fork_server import launch_order
+from trainer.agent.fork_server.rank_binding import Place
 from trainer.agent.nodes import preflight
 from trainer.agent.nodes.preflight import PreflightFault, examine, find_blamed_node
 from trainer.protocol.config import DataConfig, JobConfig
@@ -147,19 +148,10 @@ def identity(node: int = 0, kind: str = "slurm") -> NodeIdentity:
     return NodeIdentity(kind=kind, job_id="1", node=node, nodes=2, name=f"n{node}")
 
 
-def test_ranks_share_the_cores_they_are_allowed():
+def test_simulated_nodes_share_one_machines_cores():
     config = JobConfig(cluster=ClusterShape(nodes=2, ranks_per_node=2))
-    assert launch_order.cores_of_rank(identity(), config, 0, 0, {4, 5, 6, 7, 9}) == [4, 5]
-    assert launch_order.cores_of_rank(identity(), config, 0, 1, {4, 5, 6, 7, 9}) == [6, 7, 9]
-    assert launch_order.cores_of_rank(identity(), config, 0, 0, {4}) == []
-    here = [identity(0, "local"), identity(1, "local")]
-    simulated = [
-        launch_order.cores_of_rank(here[node_rank], config, node_rank, local, range(4))
-        for node_rank in (0, 1)
-        for local in (0, 1)
-    ]
-    assert simulated == [[0], [1], [2], [3]]
-    assert launch_order.cores_of_rank(identity(1, "local"), config, 1, 1, range(2)) == []
+    assert launch_order.place_on_machine(identity(1), config, 1) == Place(first=0, count=2, total=2)
+    assert launch_order.place_on_machine(identity(1, "local"), config, 1) == Place(first=2, count=2, total=4)
 
 
 def test_simulated_nodes_get_their_own_gpus():

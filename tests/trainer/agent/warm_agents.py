@@ -170,14 +170,14 @@ class ForkServerProcess(ForkedProcess):
 
 
 def start_fork_server(
-    theirs: socket.socket, attempt: AttemptDir, environ: Mapping[str, str], output: int
+    python: str, theirs: socket.socket, attempt: AttemptDir, environ: Mapping[str, str], output: int
 ) -> "ForkServerProcess | subprocess.Popen[bytes]":
     """In the place of ForkServerLink's own: the same process, less its imports, unless they depend on the job."""
     from trainer.agent.fork_server import server
 
     own = {"PYTHONPATH": os.environ.get("PYTHONPATH"), "PYTHONHASHSEED": HASH_SEED}
-    if any(environ.get(name) != value for name, value in own.items()):
-        return _START_PROGRAM(theirs, attempt, environ, output)
+    if python != sys.executable or any(environ.get(name) != value for name, value in own.items()):
+        return _START_PROGRAM(python, theirs, attempt, environ, output)
     words = [str(theirs.fileno()), str(os.getpid()), str(attempt.path)]
     quiet = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 

@@ -69,7 +69,8 @@ class Startup:
 
     async def _wait_preflight(self) -> Decision | None:
         """Wait until every node has passed preflight, or until enough nodes have."""
-        seconds = self._state.timeouts.preflight
+        stage = self._state.config.cluster.stage
+        seconds = self._state.timeouts.preflight + (stage.seconds if stage.archive else 0.0)
         settled = self._is_settled(self._roster.all_examined, self._roster.can_train)
         answered = await self._messages.wait_until(settled, seconds)
         faults = {member.name: member.faults for member in self._roster.present_members() if member.faults is not None}

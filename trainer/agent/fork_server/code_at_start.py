@@ -103,7 +103,7 @@ def _is_first_node() -> bool:
 def _code_here(run: RunDir, config: JobConfig, skip: Collection[str]) -> CodeRecord:
     if config.command:
         record = record_named(config, working_directory(run, config))
-        return with_packages(record, replace(config, command=with_interpreter(config)), {})
+        return with_packages(record, replace(config, command=with_interpreter(config, os.environ)), {})
     built_in = CodeRecord(covers="packages only: the workload is orch's own")
     record = built_in if config.trains_built_in_workload else record_imported(sys.modules, skip, config)
     return with_packages(record, config, {name: sys.modules[name] for name in sys.modules.keys() - skip})

@@ -4,13 +4,14 @@ import json
 import os
 import shutil
 import socket
-import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from trainer.agent.control import tcp_transport
 from trainer.agent.flight.recorder import FlightSockets
+from trainer.agent.fork_server.rank_binding import Place, Topology, bind_ranks
+from trainer.agent.fork_server.rank_variables import rank_caches, rank_python
 from trainer.protocol.command_progress import FOLDER_VARIABLE
 from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.scheduler_kinds import traits
@@ -23,19 +24,19 @@ from trainer.protocol.secrets.secret_redaction import LISTED
 _INTERPRETERS = ("python", "python3")
 
 
-def with_interpreter(config: JobConfig) -> tuple[str, ...]:
-    """Return the command, run by this interpreter if it begins with `python` and `env` sets no PATH.
+def with_interpreter(config: JobConfig, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the command, run by the ranks' interpreter if it begins with `python` and `env` sets no PATH.
     PATH may lead to another interpreter or to none, since `orch` can run from a virtual environment that is not
     activated.
     """
     program, *words = config.command
     own = program in _INTERPRETERS and "PATH" not in config.env
-    return (sys.executable if own else program, *words)
+    return (rank_python(environ) if own else program, *words)
 
 
-def interpreter_first(path: str) -> str:
+def interpreter_first(path: str, python: str) -> str:
     """Return a PATH that resolves `python` and the programs of its environment to this interpreter."""
-    own = os.path.dirname(sys.executable)
+    own = os.path.dirname(python)
     found = shutil.which("python", path=path)
     same = found is not None and os.path.dirname(os.path.abspath(found)) == own
     return path if same else os.pathsep.join([own, path])
@@ -66,20 +67,12 @@ def free_port(host: str) -> int:
         return port
 
 
-def cores_of_rank(
-    identity: NodeIdentity, config: JobConfig, node_rank: int, local_rank: int, allowed: Collection[int]
-) -> list[int]:
-    """Return a contiguous, equal share of the allowed cores, or none (do not bind) if there are fewer cores than ranks.
-    Simulated nodes share one machine, so its cores are divided among all ranks of the job.
-    """
+def place_on_machine(identity: NodeIdentity, config: JobConfig, node_rank: int) -> Place:
+    """Return the place of this node's ranks. Simulated nodes share one machine's cores among all ranks of the job."""
     per_node = config.cluster.ranks_per_node
-    simulated = traits(identity.kind).simulated_nodes
-    ranks = config.cluster.world_size if simulated else per_node
-    mine = node_rank * per_node + local_rank if simulated else local_rank
-    cores = sorted(allowed)
-    if len(cores) < ranks:
-        return []
-    return cores[mine * len(cores) // ranks : (mine + 1) * len(cores) // ranks]
+    if traits(identity.kind).simulated_nodes:
+        return Place(first=node_rank * per_node, count=per_node, total=config.cluster.world_size)
+    return Place(first=0, count=per_node, total=per_node)
 
 
 def gpus(identity: NodeIdentity, config: JobConfig, environ: Mapping[str, str]) -> dict[str, str]:
@@ -120,19 +113,32 @@ class RankLauncher:
         environ: Mapping[str, str],
         host: str,
         sockets: FlightSockets | None = None,
+        topology: Topology | None = None,
     ) -> None:
         """`host` is the address at which the coordinator reaches this agent. `sockets` are for flight servers."""
+        self._topology = topology or Topology()
         self._run, self._attempt, self._config, self._identity = run, attempt, config, identity
         self._environ, self._reached_at, self._sockets = environ, host, sockets
 
     def launch_order(self, start: StartGeneration, local_rank: int) -> StartRank:
         config, spec = self._config, self._spec(start, local_rank)
-        bound = cores_of_rank(self._identity, config, start.node_rank, local_rank, os.sched_getaffinity(0))
-        order = StartRank(rank=spec.rank, generation=spec.generation, cores=tuple(bound), env={}, spec=spec)
+        place = place_on_machine(self._identity, config, start.node_rank)
+        cores = self.bind(start.node_rank)[0][local_rank]
+        caches = rank_caches(f"rank-{place.first + local_rank}", {**self._environ, **config.env})
+        order = StartRank(rank=spec.rank, generation=spec.generation, cores=tuple(cores), env=caches, spec=spec)
         if start.master is None:
             return order
-        folder, environ = working_directory(self._run, config), self._command_environment(spec, start.master)
-        return replace(order, spec=None, env=environ, command=with_interpreter(config), folder=str(folder))
+        folder, environ = working_directory(self._run, config), self._command_environment(spec, start.master) | caches
+        return replace(
+            order, spec=None, env=environ, command=with_interpreter(config, self._environ), folder=str(folder)
+        )
+
+    def bind(self, node_rank: int) -> tuple[list[list[int]], str]:
+        """Return the cores of each local rank (empty: not bound) and the reason."""
+        if self._config.cluster.bind == "off":
+            return [[]] * self._config.cluster.ranks_per_node, "not bound: cluster.bind=off"
+        place = place_on_machine(self._identity, self._config, node_rank)
+        return bind_ranks(place, os.sched_getaffinity(0), self._topology)
 
     def _command_environment(self, spec: RankSpec, master: tuple[str, int]) -> dict[str, str]:
         config, inherited = self._config, self._environ
@@ -155,7 +161,7 @@ class RankLauncher:
             "ORCH_RUN_DIR": self._run.path,
             "ORCH_ATTEMPT": self._attempt.number,
             "ORCH_GENERATION": spec.generation,
-            "PATH": interpreter_first(inherited.get("PATH", os.defpath)),
+            "PATH": interpreter_first(inherited.get("PATH", os.defpath), rank_python(inherited)),
         }
         return {**{name: str(value) for name, value in variables.items()}, **config.env}
 

@@ -41,6 +41,7 @@ class ForkServerLink:
         output: int,
         on_message: Callable[[FromForkServer, list[int]], None],
         on_lost: Callable[[str], None],
+        python: str = sys.executable,
     ) -> None:
         """`output` is the descriptor for its stdout and stderr.
         Must be called in the main thread: the kernel ties the parent-death signal to the starting thread.
@@ -52,7 +53,7 @@ class ForkServerLink:
         # A fork server that reads nothing for this long counts as dead.
         self._socket.settimeout(5.0)
         try:
-            self._process = self._start(theirs, attempt, {**_DEFAULTS, **environ}, output)
+            self._process = self._start(python, theirs, attempt, {**_DEFAULTS, **environ}, output)
         except OSError:
             self._socket.close()
             raise
@@ -64,9 +65,9 @@ class ForkServerLink:
 
     @staticmethod
     def _start(
-        theirs: socket.socket, attempt: AttemptDir, environ: Mapping[str, str], output: int
+        python: str, theirs: socket.socket, attempt: AttemptDir, environ: Mapping[str, str], output: int
     ) -> "subprocess.Popen[bytes]":
-        command = module_command("trainer.agent.fork_server.server")
+        command = module_command("trainer.agent.fork_server.server", python)
         command += [str(theirs.fileno()), str(os.getpid()), str(attempt.path)]
         quiet = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         with block_step_signals():

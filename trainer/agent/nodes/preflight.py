@@ -194,8 +194,8 @@ def _open_files(ranks: int) -> PreflightFault | None:
 
 
 def _packages(config: JobConfig) -> PreflightFault | None:
-    """Check the packages of this Python for orch's own workloads; a user's command may run in another one."""
-    unmet = [] if config.command else list(find_unmet(NEEDED_BY_RANKS))
+    """Check the packages of this Python for orch's own workloads. Commands and staged archives may have another one."""
+    unmet = [] if config.command or config.cluster.stage.archive else list(find_unmet(NEEDED_BY_RANKS))
     if not unmet:
         return None
     wanted = {name: f"{name}>={NEEDED_BY_RANKS[name]}" if NEEDED_BY_RANKS[name] else name for name, _ in unmet}
@@ -270,7 +270,7 @@ def find_blamed_node(faults: Mapping[str, Sequence[PreflightFault]]) -> Failure 
     if len(sick) < len(faults) and not first.full:
         reason = f"{node}: {first.reason}, while {len(faults) - len(sick)} of {len(faults)} nodes can"
         return Failure(kind=FailureKind.NODE_SUSPECT, reason=reason, node=node)
-    if first.check == "data":
+    if first.check in ("data", "staged archive"):
         return Failure(kind=FailureKind.USER_ERROR, reason=f"on every node: {first.reason}", node=None)
     if first.check == "open files":
         hint = f"raise it to {_FEWEST_FILES} (`ulimit -Hn`) in the shell that starts the controller, or ask the site"

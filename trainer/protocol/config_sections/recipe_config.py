@@ -3,11 +3,12 @@
 from dataclasses import dataclass, field
 
 from trainer.protocol.config_sections.limits import require_least, require_positive
+from trainer.protocol.config_sections.node_setup_config import NodeSetup
 from trainer.protocol.config_sections.scheduler_kinds import choice_words, choices
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterShape:
+class ClusterShape(NodeSetup):
     """Location and size of the run, the part of `cluster` that the job itself needs."""
 
     kind: str = "auto"
@@ -49,6 +50,7 @@ class ClusterShape:
     """Seconds before the time limit at which the job starts to save and stop (also sbatch's `--signal`)."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.kind not in choices():
             raise ValueError(f"cluster.kind={self.kind}: must be {choice_words()}")
         require_least("cluster", self, nodes=1, ranks_per_node=1, cpus_per_task=1, spare_nodes=0)

@@ -86,7 +86,9 @@ def _ending(archive: Path) -> str:
 
 
 def _single_folder(folder: Path) -> Path:
-    """Return the archive's only folder if it has one and nothing else, as `tar -cf env.tar env` makes it."""
+    """Return the archive's only folder if `tar -cf env.tar env` made it, else the folder itself."""
+    if (folder / "bin").is_dir():
+        return folder
     entries = [path for path in folder.iterdir() if path.name != MARKER]
     return entries[0] if len(entries) == 1 and entries[0].is_dir() and not entries[0].is_symlink() else folder
 

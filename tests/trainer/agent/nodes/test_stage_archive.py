@@ -71,6 +71,11 @@ def test_an_archive_is_unpacked_once(tree: Path, tmp_path: Path, ending: str):
     assert (second.folder / "data").read_bytes() == b"seen"
 
 
+def test_an_environment_of_one_folder_is_not_mistaken_for_it(tree: Path, tmp_path: Path):
+    (tree / "data").unlink()
+    assert stage(pack(tree, ".tar"), tmp_path / "disk").python.endswith("/bin/python")
+
+
 def test_jobs_that_start_together_unpack_once(tree: Path, tmp_path: Path):
     archive = pack(tree, ".tar.gz")
     with ThreadPoolExecutor(4) as pool:

@@ -6,11 +6,16 @@ from pathlib import Path
 _FOLDER = Path(__file__).resolve().parents[1]
 
 
+def is_mounted() -> bool:
+    """Return whether these packages are a copy that is mounted in a container."""
+    return (_FOLDER / "__main__.py").is_file()
+
+
 def module_command(module: str, python: str = sys.executable) -> list[str]:
     """Return the command that runs this module with `python`.
 
     In a mounted copy of orch's packages it names the folder, because only its `__main__.py` finds them.
     """
-    if (_FOLDER / "__main__.py").is_file():
+    if is_mounted():
         return [python, str(_FOLDER), "-m", module]
     return [python, "-P", "-m", module]

@@ -60,7 +60,7 @@ def test_a_saved_collection_of_modules_is_restored_first() -> None:
 )
 def test_an_environments_own_python_runs_the_agents(template: str, args: dict[str, str], python: str) -> None:
     made = prepare(spec("default", template, **args))
-    assert made.python == f"{python} -P"
+    assert made.agent == f"{python} -P -u -m trainer.agent.main"
     assert not made.own_interpreter
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from checkpointing.python_command import module_command

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from checkpointing.python_command import is_mounted
 from checkpointing.storage.storage_errors import error_words, is_disk_error
 from trainer.agent.fork_server.rank_binding import Topology, read_topology
 from trainer.agent.fork_server.rank_variables import PYTHON_VARIABLE, STAGE_VARIABLE, node_caches
@@ -79,7 +80,7 @@ def _make_caches(text: str, run: str, environ: Mapping[str, str]) -> dict[str, s
 
 def _require_own_packages(config: JobConfig, python: str, environ: Mapping[str, str]) -> None:
     """Raise StageFailed if a workload's fork server cannot run with the archive's interpreter."""
-    if config.command:  # its ranks need nothing of orch
+    if config.command or is_mounted():  # a program needs nothing of orch; mounted packages serve every interpreter
         return
     done = subprocess.run(
         [python, "-P", "-c", _FORK_SERVER], env=dict(environ), stdin=subprocess.DEVNULL, capture_output=True, text=True,

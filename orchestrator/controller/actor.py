@@ -29,7 +29,8 @@ from orchestrator.run_dirs.bounded_files import DirectFiles, Files
 from orchestrator.run_dirs.controlled_run import ControlledRun, stored_config
 from orchestrator.run_dirs.job_spec import is_live, job_spec, oldest
 from orchestrator.run_dirs.run_folder import ensure_attempt_dir
-from orchestrator.scheduler.interface import UNREADABLE, Backoff, JobStatus, Resources, Scheduler
+from orchestrator.scheduler.interface import UNREADABLE, UNRECORDED, Backoff, JobStatus, Resources, Scheduler
+from orchestrator.scheduler.scheduler_instance import BEFORE_EFFECT, KEEP_FOR
 from orchestrator.scheduler.script import find_job_ids
 from orchestrator.states import AttemptState, RunState
 from trainer.protocol.events import EventKind
@@ -96,7 +97,7 @@ class Actor:
         self._renewed_at = 0.0  # on the monotonic clock
         self._pauses = Backoff(clock.mono)
         self.ambiguous_for = AMBIGUOUS_FOR
-        self.check_scheduler: Callable[[], None] = lambda: None
+        self.check_scheduler: Callable[[float], None] = lambda within: None
         self.pool_size: PoolSize = lambda config: None
         self.usable_nodes: UsableNodes = lambda asked, without: None
 
@@ -110,16 +111,19 @@ class Actor:
     def stamp(self) -> Stamp:
         return {"epoch": self.lease.epoch, "now": self.clock.wall()}
 
-    def renew_lease(self) -> None:
-        """Renew the lease. Raises Fenced if it is lost or if commands now reach a different scheduler."""
-        self.check_scheduler()
+    def renew_lease(self, *, checked_within: float = BEFORE_EFFECT) -> None:
+        """Renew the lease. Raises Fenced if it is lost or if commands now reach a different scheduler.
+
+        The scheduler's name is asked for if the last answer is older than `checked_within` seconds.
+        """
+        self.check_scheduler(checked_within)
         self.lease = self.store.renew_lease(self.lease, self.clock.wall(), LEASE_TTL)
         self._renewed_at = self.clock.mono()
 
     def renew_lease_if_due(self) -> None:
         """Renew the lease once a sixth of its TTL has passed, because a look-up may take a minute. Raises Fenced."""
         if self.clock.mono() - self._renewed_at >= LEASE_TTL / 6:
-            self.renew_lease()
+            self.renew_lease(checked_within=KEEP_FOR)
 
     def record_action(self, what: str) -> None:
         self.actions.append(what)
@@ -212,13 +216,20 @@ class Actor:
             self.record_action(f"{view.run.name}/{attempt.number}: {error.what}: looking for the job")
             self.note(view.run, f"looks for its job, which may exist: {error.what}")
         record = replace(JobRecord.from_rows(view.run, attempt, self._submissions(view)), fresh=job_id)
-        found = scheduler.find(attempt.job_name, record.ids)
+        found = self._look_up(scheduler, record)
         live = [job for job in found if identify(job, record)[0] and is_live(job) and job.state != UNREADABLE]
         if live:
             self._adopt(view, live)
         elif answered:
             self.note(view.run, _search_note([job_id] if job_id is not None else []))
         return None
+
+    @staticmethod
+    def _look_up(scheduler: Scheduler, record: JobRecord) -> list[JobStatus]:
+        """Return the jobs of an attempt after its submission: by id, or by name if another submission is open too."""
+        if record.fresh is None or len(unresolved_submissions(record.submissions)) > 1:
+            return scheduler.find(record.name, record.ids)
+        return [job for job in scheduler.poll([record.fresh]).values() if job.state != UNRECORDED]
 
     def make_attempt_dir(self, view: ControlledRun, attempt: Attempt) -> None:
         """Create an attempt's folder with its config."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from random import Random
 
 from orchestrator.controller.actor import Actor
 from orchestrator.errors import ConfigError, SlurmUnreachable
@@ -102,7 +103,7 @@ def _in_service(actor: Actor, view: ControlledRun, pool: Pool, now: float) -> in
     return actor.usable_nodes(resources, pool.by_persons)
 
 
-EVERY = 600.0  # seconds between checks
+EVERY, JITTER = 600.0, 0.2  # shortest pause in seconds between checks, and the part by which it may grow
 
 
 class RepairedNodes:
@@ -110,13 +111,13 @@ class RepairedNodes:
 
     def __init__(self, store: Store, schedulers: Mapping[str, Scheduler]) -> None:
         self._store, self._configs, self._schedulers = store, RunConfigs(store), schedulers
-        self._looked = float("-inf")
+        self._looked, self._pause, self._rng = float("-inf"), EVERY, Random()
 
     def run(self, runs: Callable[[], list[Run]], epoch: int, now: float) -> list[str]:
         """Restart the exclusion period of nodes still out of service; return one line per node."""
-        if now - self._looked < EVERY:
+        if now - self._looked < self._pause:
             return []
-        self._looked = now
+        self._looked, self._pause = now, EVERY * (1.0 + JITTER * self._rng.random())
         excluded: dict[str, list[Node]] = {}
         for node in self._store.nodes():
             if node.exclusion_source(now) == ORCH:

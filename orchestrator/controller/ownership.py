@@ -161,9 +161,12 @@ class Domain:
         self._actor.record_action(f"{run.name} belongs to {self.scheduler}: {why}{before}")
         return True, why
 
-    def check_scheduler(self) -> None:
-        """Raise SchedulerChanged if commands no longer reach the lease's scheduler."""
-        own, now = self.scheduler, self.instance() if self.instance is not None else ""
+    def check_scheduler(self, within: float) -> None:
+        """Raise SchedulerChanged if commands no longer reach the lease's scheduler.
+
+        `within`: greatest age in seconds of the answer that decides.
+        """
+        own, now = self.scheduler, self.instance(within) if self.instance is not None else ""
         if own and now and now != own:
             raise SchedulerChanged(f"commands now reach {now}, but this controller holds the lease of {own}")
 

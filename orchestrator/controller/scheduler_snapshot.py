@@ -148,6 +148,7 @@ class SchedulerSnapshot:
     unrecorded: frozenset[str] = frozenset()
     error: str = ""
     records: Records = field(default_factory=dict)
+    asked: bool = True  # False: this pass does not query the scheduler
 
     def for_attempt(self, attempt: Attempt) -> "SchedulerSnapshot":
         """Return this snapshot, or an unanswered one if this attempt's own job record is unreadable."""

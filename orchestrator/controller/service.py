@@ -16,7 +16,7 @@ from orchestrator.controller.environment_search import SlurmWatch, adopt_at_star
 from orchestrator.controller.nodes_to_avoid import RepairedNodes
 from orchestrator.controller.reconcile import Controller, TickReport
 from orchestrator.controller.record_writer import RecordWriter
-from orchestrator.controller.submission_limits import PartitionSizes
+from orchestrator.controller.submission_limits import NodesInService, PartitionSizes
 from orchestrator.errors import Fenced, OrchError, Precondition, RegistryError, SchedulerChanged
 from orchestrator.home import controller_log, make_state_home
 from orchestrator.notifications.controller_pass import Notifications
@@ -39,10 +39,9 @@ from orchestrator.registry.records import Lease
 from orchestrator.registry.store import Store
 from orchestrator.restore_tests.controller_pass import RestoreTests
 from orchestrator.run_dirs.bounded_files import BoundedFiles
-from orchestrator.scheduler.available_schedulers import lease_key, make_instance, usable
+from orchestrator.scheduler.available_schedulers import FACTORIES, lease_key, make_instance, usable
 from orchestrator.scheduler.job_environment import package_root
 from orchestrator.scheduler.scheduler_instance import is_known, unknown_instance
-from orchestrator.scheduler.slurm.node_capacity import usable_nodes
 from orchestrator.states import LIVE_RUNS
 from trainer.protocol.config_sections.scheduler_kinds import LOCAL
 from trainer.protocol.logs.log_rotation import LogFile, LogsConfig
@@ -230,16 +229,17 @@ def _stop(holder: Holder) -> None:
 
 
 @contextmanager
-def _controller(store_path: Path, kind: str, key: str) -> Iterator[Controller]:
+def _controller(store_path: Path, kind: str, key: str, *, daemon: bool = False) -> Iterator[Controller]:
     clock = Clock()
     make_state_home()
     with Store.open(store_path) as store:
         observed = ObservedSince(clock.mono, host_file(store_path, "watch", key), boot_id())
         files = BoundedFiles()
         controller = Controller(
-            store, usable(kind), clock=clock, observed=observed, pool_size=PartitionSizes(),
-            usable_nodes=usable_nodes, files=files, instance=make_instance(kind),
+            store, usable(kind, daemon=daemon), clock=clock, observed=observed, pool_size=PartitionSizes(),
+            usable_nodes=NodesInService(), files=files, instance=make_instance(kind),
         )  # fmt: skip
+        controller.quiet = FACTORIES[kind].quiet if daemon else 0.0
         files.between = controller.actor.renew_lease_if_due
         store.database.after_commit = records = RecordWriter(store, files)
         try:
@@ -288,7 +288,7 @@ def run_daemon(store_path: Path, idle_exit_s: float | None = None, kind: str = L
     os.environ.setdefault("SPT_NOENV", "1")
     setproctitle(f"orch-controller {store_path}")
     adopt_at_start(store_path, kind)
-    with _controller(store_path, kind, lease_key(kind)) as controller:
+    with _controller(store_path, kind, lease_key(kind), daemon=True) as controller:
         Daemon(controller, idle_exit_s, kind).run()
 
 
@@ -410,7 +410,7 @@ class Daemon:
         """Sleep until the next pass, or until there is news that needs no scheduler."""
         changed = report is not None and report.changed
         self._pause = SHORTEST if changed else min(LONGEST, self._pause * 1.5)
-        until = time.monotonic() + self._pause
+        until = time.monotonic() + min(self._pause, max(SHORTEST, self.controller.seconds_to_query()))
         before = self._news()
         while not self.stopping and time.monotonic() < until:
             time.sleep(min(LOOK, max(0.0, until - time.monotonic())))

@@ -8,11 +8,13 @@ from enum import StrEnum
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError, Retryable, SlurmUnreachable, SubmitRejected
 from orchestrator.registry.records import Run, Submission
+from orchestrator.scheduler.interface import Resources
 from orchestrator.scheduler.slurm.command_output import run_command
+from orchestrator.scheduler.slurm.node_capacity import NodeCapacity, count_usable, known_nodes
 from trainer.protocol.failures.outcome import Failure, FailureKind
 from trainer.protocol.time_spans import stored_moment
 
-KEEP = 600.0  # seconds for which a partition size stays cached
+KEEP, KEEP_NODES = 600.0, 15.0  # seconds for which a partition size and a list of nodes stay cached
 ANSWER_WITHIN = 10.0
 
 
@@ -27,6 +29,20 @@ class PartitionSizes:
         if name not in self._known or now - self._known[name][0] > KEEP:
             self._known[name] = (now, _ask(name))
         return self._known[name][1]
+
+
+class NodesInService:
+    """Count of nodes in service that could run a job, from a list of nodes that is kept for `KEEP_NODES` seconds."""
+
+    def __init__(self) -> None:
+        self._nodes: list[NodeCapacity] = []
+        self._listed = float("-inf")
+
+    def __call__(self, asked: Resources, without: frozenset[str]) -> int | None:
+        """Return the count as `node_capacity.count_usable` does. Raises SlurmUnreachable."""
+        if time.monotonic() - self._listed > KEEP_NODES:
+            self._nodes, self._listed = known_nodes(), time.monotonic()
+        return count_usable(asked, without, self._nodes)
 
 
 def _ask(partition: str) -> int | None:

@@ -362,8 +362,3 @@ def _not_copied(place: str, names: list[str]) -> set[str]:
 def _unreadable(path: str) -> Precondition:
     what = f"workload.snapshot: {path} cannot be read or copied"
     return Precondition(what, where="workload.path", hint=f"`chmod u+rX {shlex.quote(path)}`, or move it elsewhere")
-
-
-def has_outcome(folder: RunDir) -> bool:
-    """Return whether the newest attempt has an outcome."""
-    return any(place.outcome.exists() for place in folder.all_attempts()[-1:])

@@ -14,6 +14,8 @@ from orchestrator.scheduler.scheduler_instance import Instance, LocalInstance, S
 from orchestrator.scheduler.slurm import slurm_scheduler
 from trainer.protocol.config_sections.scheduler_kinds import AUTO, LOCAL, SLURM, choice_words
 
+QUIET = 30.0  # seconds between queries of Slurm while nothing changes: at most two a minute
+
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerFactory:
@@ -28,6 +30,9 @@ class SchedulerFactory:
     refusal: Callable[[JobSpec], SubmitRejected | None] | None = None
     """The scheduler's refusal of the job, or None; a missing answer is not a refusal."""
     has_node: Callable[[str], bool] | None = None  # whether the scheduler reports a node with this name
+    for_daemon: Callable[[], Scheduler] | None = None  # variant for a process that stays; None: as `make`
+    quiet: float = 0.0
+    """Seconds between a controller's queries while nothing changes; 0: every pass queries."""
     named_by_environment: bool = False
     """Whether shell variables select the instance; they are then recorded with each run."""
 
@@ -53,6 +58,8 @@ FACTORIES = _Factories(
             script=slurm_scheduler.render,
             refusal=slurm_scheduler.refusal,
             has_node=slurm_scheduler.has_node,
+            for_daemon=slurm_scheduler.SlurmScheduler.for_daemon,
+            quiet=QUIET,
             named_by_environment=True,
         ),
         LOCAL: SchedulerFactory(is_here=lambda: True, make=LocalScheduler, instance=LocalInstance, check=check),
@@ -75,9 +82,11 @@ def resolve(kind: str) -> str:
     return kind
 
 
-def usable(kind: str) -> Mapping[str, Scheduler]:
+def usable(kind: str, *, daemon: bool = False) -> Mapping[str, Scheduler]:
     """Return a map from this kind to its scheduler. If its commands are missing, the map is empty and runs wait."""
-    return {kind: FACTORIES[kind].make()} if kind in kinds() else {}
+    factory = FACTORIES[kind]
+    make = (factory.for_daemon or factory.make) if daemon else factory.make
+    return {kind: make()} if kind in kinds() else {}
 
 
 def make_instance(kind: str) -> Instance:

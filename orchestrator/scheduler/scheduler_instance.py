@@ -19,7 +19,8 @@ from trainer.protocol.config_sections.scheduler_kinds import LOCAL
 from trainer.protocol.cut_text import cut
 
 ANSWER_WITHIN = 10.0
-KEEP_FOR = 10.0  # seconds for which an answer is cached while the configuration file is unchanged
+KEEP_FOR, BEFORE_EFFECT = 600.0, 10.0
+"""Seconds for which an answer is used while the configuration file is unchanged, and before an effect."""
 _FIELD = re.compile(r"^(\w+(?:\[\d+\])?)\s*=\s?(.*)$", re.MULTILINE)
 _NAMING = ("ClusterName", "SlurmctldHost[0]", "SlurmctldPort", "StateSaveLocation")
 """Settings that stay the same after a restart, a fail-over, or the addition of a backup controller."""
@@ -70,8 +71,11 @@ class Instance(Protocol):
 
     silence: str
 
-    def __call__(self) -> str:
-        """Return the scheduler's name, or "" if it did not answer, which never means a different scheduler."""
+    def __call__(self, within: float = KEEP_FOR) -> str:
+        """Return the scheduler's name, or "" if it did not answer, which never means a different scheduler.
+
+        `within`: greatest age of the answer in seconds.
+        """
 
 
 class SlurmInstance:
@@ -83,15 +87,15 @@ class SlurmInstance:
     ) -> None:  # fmt: skip
         self._ask = asking or (lambda command: run_command(command, ANSWER_WITHIN, environ))
         self._mono, self._environ = mono, environ
-        self._known, self._until, self._source = "", 0.0, ""
+        self._known, self._answered, self._source = "", 0.0, ""
         self.silence = ""
 
-    def __call__(self) -> str:
+    def __call__(self, within: float = KEEP_FOR) -> str:
         source = _source(self._environ)
-        if not self._known or self._mono() >= self._until or source != self._source:
+        if not self._known or self._mono() - self._answered >= within or source != self._source:
             self._source = source
             self._known = self._find()
-            self._until = self._mono() + KEEP_FOR
+            self._answered = self._mono()
         return self._known
 
     def _find(self) -> str:
@@ -122,5 +126,5 @@ class LocalInstance:
 
     silence = ""
 
-    def __call__(self) -> str:
+    def __call__(self, within: float = KEEP_FOR) -> str:
         return local_instance()

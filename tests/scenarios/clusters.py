@@ -33,7 +33,7 @@ class Site:
         self.up = True
         self.controller: Controller | None = None
 
-    def __call__(self) -> str:
+    def __call__(self, within: float = 0.0) -> str:
         """What the controller here takes for the name of its scheduler."""
         return self.reaches if self.slurms[self.reaches].reachable else ""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.controller.reconcile import Controller
+from orchestrator.controller.reconcile import SWEEP_RARELY, Controller
 from orchestrator.errors import Fenced, Precondition, RegistryError
 from orchestrator.registry.run_record import RunRecord
 from orchestrator.registry.store import Store
@@ -32,7 +32,7 @@ def test_a_paused_controller_cannot_act_after_another_took_over(tmp_path: Path) 
 def test_the_lease_is_renewed_between_slow_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(tmp_path)
     training(world, 12)
-    world.clock.advance(1000.0)
+    world.clock.advance(2 * SWEEP_RARELY)
     poll, find = world.slurm.poll, world.slurm.find
     left: list[float] = []
 

@@ -13,6 +13,7 @@ from orchestrator.config.run_config import ClusterConfig, RunConfig
 from orchestrator.controller.submission_limits import PartitionSizes
 from orchestrator.errors import SlurmUnreachable, SubmitAmbiguous, SubmitRejected
 from orchestrator.scheduler.interface import UNRECORDED, Resources
+from orchestrator.scheduler.slurm.accounting import query_accounting
 from orchestrator.scheduler.slurm.node_capacity import usable_nodes
 from orchestrator.scheduler.slurm.slurm_scheduler import SlurmScheduler
 from tests.orchestrator.scheduler.contract import SchedulerContract, World, eventually
@@ -76,20 +77,18 @@ def test_job_log_below_a_shared_folder(world: World) -> None:
     assert json.loads((spec.run_dir / "started-0.json").read_text())["cwd"] == str(spec.run_dir)
     logs = {path.name: path.read_text() for path in spec.submission.glob("*_log.*")}
     assert set(logs) == {f"{job.job_id}_{node}_log.{kind}" for node in (0, 1) for kind in ("out", "err")}
-    scheduler = world.scheduler
-    assert scheduler.poll([job.job_id])[job.job_id].name == spec.name
+    assert world.scheduler.poll([job.job_id])[job.job_id].name == spec.name
 
     (spec.run_dir / "stop").touch()
     world.until_ended(job)
-    assert isinstance(scheduler, SlurmScheduler)
 
     def recorded() -> bool:
-        rows = scheduler._accounting(["-j", job.job_id]) or []
+        rows = query_accounting([job.job_id])
         return [(row.state, row.name) for row in rows] == [("COMPLETED", spec.name)]
 
     eventually(recorded, "accounting has it")
-    (row,) = scheduler._accounting(["-j", job.job_id]) or []
-    queued = scheduler.poll([job.job_id])[job.job_id]
+    (row,) = query_accounting([job.job_id])
+    queued = world.scheduler.poll([job.job_id])[job.job_id]
     # Accounting is asked for jobs that have ended, of which nobody needs the start.
     assert replace(row, source="queue", reason=queued.reason, start_time=queued.start_time) == queued
 

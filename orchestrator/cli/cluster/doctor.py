@@ -1,14 +1,12 @@
 """`orch doctor`: checks of this machine and of Slurm."""
 
 import os
-import re
 import secrets
 import shutil
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,8 @@ import click
 
 from checkpointing.storage.trusted_path import weakness
 from orchestrator.cli.cluster import crontab
+from orchestrator.cli.cluster.check import FAIL, INFO, OK, WARN, Check, CommandRunner
+from orchestrator.cli.cluster.site_settings import parse_config, partition_limits, read_version, site_settings
 from orchestrator.cli.terminal.argument_types import NonEmptyPath
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, size
@@ -40,7 +40,6 @@ from orchestrator.submission.create_run import first_job
 from trainer.protocol.config_sections.scheduler_kinds import SLURM
 from trainer.protocol.required_packages import NEEDED_BY_RANKS, find_unmet
 
-OK, INFO, WARN, FAIL = "ok", "info", "warn", "fail"
 NEEDED = {
     **NEEDED_BY_RANKS, "click": "8.2.1", "sqlalchemy": "2.0", "omegaconf": "2.3.1", "submitit": "1.5.3", "fsspec": "",
     "setproctitle": "", "jinja2": "", "ClusterShell": "", "rich": "",
@@ -48,21 +47,9 @@ NEEDED = {
 _LITTLE = 5 * 1024**3
 COMMANDS = ("sbatch", "squeue", "scancel", "scontrol", "srun")
 ANSWER_WITHIN = 10.0
-CommandRunner = Callable[[list[str]], str]
-"""Function that runs a Slurm command and returns its output. Raises OrchError."""
 FIRST_RUN = "slurm-first-run"
 """Preset for a new user's first run."""
 MARKS = {OK: "ok  ", INFO: "note", WARN: "warn", FAIL: "FAIL"}
-
-
-@dataclass(frozen=True)
-class Check:
-    """Result of a check. A `fail` must be fixed before runs can continue; a `warn` is worth knowing about."""
-
-    name: str
-    level: str
-    text: str
-    hint: str = ""
 
 
 def python(version: tuple[int, ...] = sys.version_info[:3]) -> Check:
@@ -231,20 +218,15 @@ def slurm(
     name = settings.get("ClusterName", "?")
     yield Check("slurm", OK, f"{version}, cluster {name}")
     yield accounting(settings, ask)
-    yield from promises(settings)
+    yield from site_settings(settings, read_version(version))
     for source, asked in jobs.items():
         yield demand(source, asked, ask, wanted=wanted)
+        yield from partition_limits(source, asked, ask)
     mount = file_systems.find_mount(_nearest(root)) if root is not None else None
     if mount is not None and mount.is_local:
         text = f"{root} is on a file system local to this host; compute nodes may not see it"
         hint = "set cluster.root=FOLDER on the shared file system; `orch doctor --root FOLDER` checks it"
         yield Check("root", WARN, text, hint)
-
-
-def parse_config(text: str) -> dict[str, str]:
-    """Parse `scontrol show config`, which prints one `Name = value` per line."""
-    pairs = (line.partition("=") for line in text.splitlines() if "=" in line)
-    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def accounting(settings: Mapping[str, str], ask: CommandRunner) -> Check:
@@ -280,42 +262,6 @@ def demand(source: str, asked: Resources, ask: CommandRunner, *, wanted: bool) -
     return Check("nodes", FAIL if wanted else WARN, text, hint)
 
 
-def promises(settings: Mapping[str, str]) -> Iterator[Check]:
-    """Explain the site's settings for failure detection, the time to save on preemption, and requeueing."""
-    wait, timeout = seconds(settings.get("KillWait")), seconds(settings.get("SlurmdTimeout"))
-    lead = f"{wait} s" if wait is not None else "an unknown time"
-    yield Check("stop", OK, f"KillWait {lead}: the time that a job has to save after SIGTERM; --signal extends it")
-    if wait is not None and wait < 10:
-        hint = "cluster.signal_lead=300, in ~/.config/orch/config.yaml or at submit, leaves five minutes for a save"
-        yield Check("stop", WARN, "that is short: saves that take longer rely on cluster.signal_lead", hint)
-    if not timeout:
-        text = "SlurmdTimeout is 0: Slurm never gives up on a silent node, so only heartbeats reveal a failure"
-        yield Check("node failure", WARN, text)
-    else:
-        text = f"a dead node is noticed after SlurmdTimeout {timeout} s; then a new job runs without it"
-        yield Check("node failure", OK, text)
-    yield _preemption(settings)
-    requeue = settings.get("JobRequeue", "?")
-    yield Check("requeue", OK, f"JobRequeue {requeue}: orch submits with --no-requeue and starts new jobs itself")
-
-
-def _preemption(settings: Mapping[str, str]) -> Check:
-    mode, kind = settings.get("PreemptMode", "OFF"), settings.get("PreemptType", "")
-    if mode.upper() == "OFF" or kind.endswith("none"):
-        return Check("preemption", OK, "jobs are not preempted here")
-    if "SUSPEND" in mode.upper() or "GANG" in mode.upper():
-        text = f"PreemptMode {mode}: a preempted job may be stopped in place; it looks like a hang until it continues"
-        return Check("preemption", WARN, text)
-    text = f"PreemptMode {mode}: a preempted run saves and continues in a new job, outside the budget"
-    return Check("preemption", OK, text)
-
-
-def seconds(text: str | None) -> int | None:
-    """Return the leading number: `30 sec` is 30."""
-    match = re.match(r"(\d+)", text or "")
-    return int(match[1]) if match else None
-
-
 def periodic_passes() -> Check:
     """Check whether cron or scrontab keeps runs going after a reboot of this host."""
     ways = []
@@ -343,9 +289,10 @@ def doctor(screen: Screen, root: Path | None, source: str) -> int:
 
     It checks Python and packages, the state folder, the registry's file system, the folder of runs (write, fsync,
     rename, free space), Slurm's commands, whether its nodes have what the configuration requests, accounting, the
-    settings that runs depend on (KillWait, SlurmdTimeout, PreemptMode, JobRequeue), the programs and images that
-    container templates name, and what starts a controller after a reboot. It changes nothing. The exit code is 4 if
-    something must be fixed before runs can continue.
+    programs and images that container templates name, what starts a controller after a reboot, and what the site's
+    Slurm settings enable or prevent (KillWait, SlurmdTimeout, preemption, requeue, job_submit plugins, limits,
+    cgroups), with the key and the value to set. It changes nothing. The exit code is 4 if something must be fixed
+    before runs can continue.
     """
     found: list[Check] = []
     cluster = _cluster(source, found)

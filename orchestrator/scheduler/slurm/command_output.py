@@ -24,6 +24,13 @@ SQUEUE_FIELDS = (
     ("Name", 512),
 )  # fmt: skip
 SQUEUE_FORMAT = ",".join(f"{name}:{width}{SEPARATOR}" for name, width in SQUEUE_FIELDS)
+SEARCH_FIELDS = (
+    ("JobID", "%A"), ("State", "%T"), ("ArrayTask", "%K"), ("Comment", "%k"), ("Command", "%o"), ("Name", "%j"),
+)  # fmt: skip
+SEARCH_FORMAT = "".join(f"{code}{SEPARATOR}" for _, code in SEARCH_FIELDS)
+"""Format of short rows without padding, in which all jobs of a user are searched for orch's."""
+OUTPUT_FIELDS = (("JobID", 64), ("State", 32), ("STDOUT", 1024))
+OUTPUT_FORMAT = ",".join(f"{name}:{width}{SEPARATOR}" for name, width in OUTPUT_FIELDS)
 SACCT_FIELDS = ("JobIDRaw", "State", "Reason", "ExitCode", "Submit", "End", "NodeList", "Comment", "JobName")
 SACCT_FORMAT = ",".join(SACCT_FIELDS)
 _SETTINGS = {"time limit": "TimeLimit", "requeue": "Requeue", "partition": "Partition", "account": "Account",
@@ -72,6 +79,19 @@ def read_queue(text: str, mine: Mine = lambda job: True) -> Listing:
     return _read(text, tuple(name for name, _ in SQUEUE_FIELDS), _parse_queue_row, mine)
 
 
+def read_search(text: str) -> Listing:
+    """Return jobs listed by `squeue -h -o SEARCH_FORMAT`, except array tasks, which orch never submits.
+
+    Their standard output is missing. Raises UnreadableField.
+    """
+    return _read(text, tuple(name for name, _ in SEARCH_FIELDS), _parse_search_row, lambda job: True)
+
+
+def read_outputs(text: str, mine: Mine) -> Listing:
+    """Return jobs listed by `squeue -h -O OUTPUT_FORMAT` whose output path satisfies `mine`. Raises UnreadableField."""
+    return _read(text, tuple(name for name, _ in OUTPUT_FIELDS), _parse_output_row, mine)
+
+
 def read_accounting(text: str, mine: Mine = lambda job: True) -> Listing:
     """Return jobs listed by `sacct -X -D -n -p --delimiter SEPARATOR -o SACCT_FORMAT` that satisfy `mine`.
 
@@ -110,7 +130,7 @@ def _own(row: Row, job_id: str, status: Callable[[Row], JobStatus | None], mine:
     name = row.get("Name", row.get("JobName", ""))
     submitted = _known(row.get("SubmitTime", row.get("Submit", "")))
     bare = JobStatus(
-        job_id=job_id, name=name, state=UNREADABLE, submit_time=submitted, comment=_known(row["Comment"]),
+        job_id=job_id, name=name, state=UNREADABLE, submit_time=submitted, comment=_known(row.get("Comment", "")),
         files=_files(row),
     )  # fmt: skip
     if not mine(bare):
@@ -144,6 +164,17 @@ def _parse_queue_row(row: Row) -> JobStatus:
         source="queue", files=_files(row), unlaunched=_is_unlaunched(word, row, code, signal),
         settings={name: row[field] for name, field in _SETTINGS.items() if _known(row[field])},
     )  # fmt: skip
+
+
+def _parse_search_row(row: Row) -> JobStatus | None:
+    if _known(row["ArrayTask"]):
+        return None
+    word, comment = plain_state(row["State"]), _known(row["Comment"])
+    return JobStatus(job_id=row["JobID"], name=row["Name"], state=word, comment=comment, files=_files(row))
+
+
+def _parse_output_row(row: Row) -> JobStatus | None:
+    return JobStatus(job_id=row["JobID"], name="", state=plain_state(row["State"]), files=_files(row))
 
 
 def _parse_accounting_row(row: Row) -> JobStatus | None:

@@ -1,9 +1,7 @@
 """The Slurm scheduler: jobs are submitted held through submitit, and looked up through squeue and sacct."""
 
 import logging
-import os
-import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +10,6 @@ from orchestrator.scheduler.interface import (
     ENDED_STATES,
     LEAVING_STATES,
     UNREADABLE,
-    UNRECORDED,
-    Backoff,
     JobSpec,
     JobStatus,
     find_script_tag,
@@ -21,46 +17,50 @@ from orchestrator.scheduler.interface import (
     tags,
 )
 from orchestrator.scheduler.script import AGENT, adopt_payload
+from orchestrator.scheduler.slurm.accounting import Accounting
 from orchestrator.scheduler.slurm.command_output import (
     DOWN,
     OUT_OF_SERVICE,
-    SACCT_FORMAT,
-    SEPARATOR,
+    OUTPUT_FORMAT,
+    SEARCH_FORMAT,
     SQUEUE_FORMAT,
     TIMEOUT_S,
     Listing,
     Mine,
     UnreadableField,
-    ended_jobs,
     fold_nodes,
-    no_contact,
-    read_accounting,
     read_node_states,
+    read_outputs,
     read_queue,
+    read_search,
     run_command,
     unreachable,
 )
 from orchestrator.scheduler.slurm.sbatch_values import check_nodes
 from trainer.protocol.cut_text import cut
 
-ASK_AGAIN, ASK_AGAIN_AT_MOST = 30.0, 600.0
-"""First and longest pause, in seconds, between queries to unresponsive accounting. Pauses double each time."""
-
-_NO_ACCOUNTING = "accounting storage is disabled"
+MOST_IDS = 5000  # maximum number of ids in one command; Linux limits an argument to 128 KiB
+SLOW_ACCOUNTING, SHORT_WAIT = 180.0, 2.0
+"""Seconds that sacct may take in the background, and that a pass of a daemon waits for it."""
 _NO_SUCH_JOB = "invalid job id"
 log = logging.getLogger("orch.controller")
 _OVER = ENDED_STATES | LEAVING_STATES
 
 
 class SlurmScheduler:
-    """Scheduler on Slurm (see `interface.Scheduler`); stores query settings, script tags and retry pauses."""
+    """Scheduler on Slurm (see `interface.Scheduler`); stores query settings, script tags and queries of accounting."""
 
     kind = "slurm"
 
-    def __init__(self, *, entry: str = AGENT, timeout: float = TIMEOUT_S) -> None:
+    def __init__(self, *, entry: str = AGENT, timeout: float = TIMEOUT_S, accounting: Accounting | None = None) -> None:
         self._entry, self._timeout = entry, timeout
         self._script_tags: dict[tuple[str, str], str] = {}
-        self._pauses = Backoff(time.monotonic, first=ASK_AGAIN, longest=ASK_AGAIN_AT_MOST)
+        self._accounting = accounting or Accounting(timeout=timeout)
+
+    @classmethod
+    def for_daemon(cls) -> "SlurmScheduler":
+        """Return a scheduler for a process that stays: it does not wait for slow accounting, but asks again later."""
+        return cls(accounting=Accounting(timeout=SLOW_ACCOUNTING, patience=SHORT_WAIT))
 
     def submit(self, spec: JobSpec) -> str:
         from orchestrator.scheduler.slurm import sbatch  # submitit: only needed for submission
@@ -68,17 +68,25 @@ class SlurmScheduler:
         return sbatch.submit(spec, self._entry)
 
     def find(self, name_prefix: str, known: Collection[str] = ()) -> list[JobStatus]:
-        queued, whole = self._queue(lambda job: is_marked(job, name_prefix, known))
-        if not whole:
-            raise unreachable("squeue", "its output was truncated")
-        return queued
+        def mine(job: JobStatus) -> bool:
+            return is_marked(job, name_prefix, known)
+
+        listed = self._search()
+        damaged = [job for job in listed if job.state == UNREADABLE and mine(job)]
+        marked = {job.job_id for job in listed if mine(job)} - {""}
+        # A site may have changed all marks but the output path, which has no short format.
+        if others := {job.job_id for job in listed} - marked - {""}:
+            marked |= {job.job_id for job in self._find_by_output(mine, others)}
+        found = _require_whole(self._queue(mine, marked)) if marked else []
+        readable = {job.job_id for job in found}
+        return [*found, *(job for job in damaged if job.job_id not in readable)]
 
     def poll(self, ids: list[str]) -> dict[str, JobStatus]:
         if not ids:
             return {}
         found = self._in_queue(ids)
         if missing := set(ids) - set(found):
-            found |= self._query_accounting(missing)
+            found |= self._accounting.find_ended(missing)
         return self._with_down_nodes(self._with_cancellers(found))
 
     def release(self, job_id: str, submission: Path, exclude: tuple[str, ...] | None = None) -> None:
@@ -107,49 +115,44 @@ class SlurmScheduler:
             raise unreachable(f"scancel {job_id}", done.stderr)
 
     def _in_queue(self, ids: Collection[str]) -> dict[str, JobStatus]:
-        """Find these ids in the queue. An id missing from this user's jobs is queried separately."""
-        jobs, _ = self._queue(lambda job: job.job_id in ids)  # ids missing from a truncated answer are queried by id
+        """Return those of these jobs that are in the queue."""
+        jobs, whole = self._queue(lambda job: job.job_id in ids, ids)
         found = {job.job_id: job for job in jobs}
-        missing = set(ids) - set(found)
-        if not missing:
-            return found
-        try:
-            jobs, whole = self._queue(lambda job: job.job_id in missing, ["-j", ",".join(sorted(missing))])
-        except SlurmUnreachable as error:
-            if not found:
-                raise
-            return found | {job_id: _status(job_id, UNREADABLE, error.what) for job_id in missing}
-        found |= {job.job_id: job for job in jobs}
-        lost = () if whole else missing - set(found)
+        lost = () if whole else set(ids) - set(found)
         return found | {job_id: _status(job_id, UNREADABLE, "squeue's answer was cut short") for job_id in lost}
 
-    def _query_accounting(self, ids: Collection[str]) -> dict[str, JobStatus]:
-        """Return accounting's record of jobs that have left the queue; UNRECORDED while it does not answer."""
-        if not self._pauses.is_due("sacct"):
-            why = "sacct has not answered and will be queried again later"
-            return {job_id: _status(job_id, UNRECORDED, why) for job_id in ids}
-        try:
-            recorded = self._accounting(["-j", ",".join(sorted(ids))], lambda job: job.job_id in ids)
-        except SlurmUnreachable as error:
-            self._pauses.start("sacct")
-            log.warning("%s", error.what)
-            return {job_id: _status(job_id, UNRECORDED, error.what) for job_id in ids}
-        self._pauses.forget("sacct")
-        return {job.job_id: job for job in ended_jobs(recorded or [])}
+    def _search(self) -> list[JobStatus]:
+        """Return all jobs of this user but array tasks, from short rows."""
+        return _require_whole(self._read_queue(read_search, ["-o", SEARCH_FORMAT]))
 
-    def _queue(self, mine: Mine, which: Sequence[str] = ()) -> Listing:
-        """Return this user's jobs that satisfy `mine`, including jobs that ended within MinJobAge."""
-        done = run_command(["squeue", "-h", "-a", "--me", "-t", "all", *which, "-O", SQUEUE_FORMAT], self._timeout)
-        if done.returncode != 0:
-            # squeue fails for a single unknown id, which is a definite answer.
-            if which and _NO_SUCH_JOB in done.stderr.lower():
-                return Listing([], True)
-            raise unreachable("squeue", done.stderr)
+    def _find_by_output(self, mine: Mine, ids: Collection[str]) -> list[JobStatus]:
+        """Return those of these jobs whose output path satisfies `mine`."""
+        return _require_whole(
+            self._read_queue(lambda text: read_outputs(text, mine), [*_only(ids), "-O", OUTPUT_FORMAT])
+        )
+
+    def _queue(self, mine: Mine, ids: Collection[str]) -> Listing:
+        """Return those of these jobs that satisfy `mine`, including jobs that ended within MinJobAge."""
+
+        def is_wanted(job: JobStatus) -> bool:
+            return (job.job_id in ids or not job.job_id) and mine(job)
+
+        jobs, whole = self._read_queue(lambda text: read_queue(text, is_wanted), [*_only(ids), "-O", SQUEUE_FORMAT])
+        return Listing([self._with_script_tag(job) for job in jobs], whole)
+
+    def _read_queue(self, read: Callable[[str], Listing], options: Sequence[str]) -> Listing:
         try:
-            jobs, whole = read_queue(done.stdout, mine)
+            return read(self._squeue(options))
         except UnreadableField as error:
             raise unreachable("squeue", str(error)) from error
-        return Listing([self._with_script_tag(job) for job in jobs], whole)
+
+    def _squeue(self, options: Sequence[str]) -> str:
+        """Return squeue's rows of this user's jobs; empty if it knows none of the ids in `options`."""
+        done = run_command(["squeue", "-h", "-a", "--me", "-t", "all", *options], self._timeout)
+        # squeue fails for a single unknown id, which is a definite answer.
+        if done.returncode != 0 and not ("-j" in options and _NO_SUCH_JOB in done.stderr.lower()):
+            raise unreachable("squeue", done.stderr)
+        return done.stdout
 
     def _with_script_tag(self, job: JobStatus) -> JobStatus:
         """Read the job's tag from its script if it has no other tag, because ids are reused after a crash."""
@@ -170,7 +173,7 @@ class SlurmScheduler:
     def _with_cancellers(self, jobs: dict[str, JobStatus]) -> dict[str, JobStatus]:
         """Record who cancelled the jobs whose script never ran: only accounting has the user id."""
         unclear = {job_id for job_id, job in jobs.items() if job.source == "queue" and job.unlaunched}
-        recorded = self._query_accounting(unclear) if unclear else {}
+        recorded = self._accounting.find_ended(unclear) if unclear else {}
         return jobs | {
             job_id: replace(jobs[job_id], cancelled_by=row.cancelled_by)
             for job_id, row in recorded.items()
@@ -206,23 +209,17 @@ class SlurmScheduler:
         except UnreadableField as error:
             raise unreachable("sinfo", str(error)) from error
 
-    def _accounting(self, which: list[str], mine: Mine = lambda job: True) -> list[JobStatus] | None:
-        """Return accounting rows that satisfy `mine`, or None if there is no accounting. Raises SlurmUnreachable."""
-        shape = ["-X", "-D", "-n", "-p", "--delimiter", SEPARATOR, "-o", SACCT_FORMAT, "-u", str(os.getuid())]
-        done = run_command(["sacct", *shape, *which], self._timeout)
-        if _NO_ACCOUNTING in done.stderr.lower():
-            return None
-        # WARNING: sacct may exit 0 with empty output if slurmdbd is unreachable, and report this only on stderr
-        said_nothing = "error:" in done.stderr and not done.stdout.strip()
-        if done.returncode != 0 or said_nothing or no_contact(done.stderr):
-            raise unreachable("sacct", done.stderr)
-        try:
-            recorded, whole = read_accounting(done.stdout, mine)
-        except UnreadableField as error:
-            raise unreachable("sacct", str(error)) from error
-        if not whole:
-            raise unreachable("sacct", "its output was truncated")
-        return recorded
+
+def _require_whole(listing: Listing) -> list[JobStatus]:
+    """Return the jobs of an answer. Raises SlurmUnreachable if it was truncated, because any job may be missing."""
+    if not listing.whole:
+        raise unreachable("squeue", "its output was truncated")
+    return listing.jobs
+
+
+def _only(ids: Collection[str]) -> list[str]:
+    """Return squeue's option for these jobs; none for more ids than a command line holds."""
+    return ["-j", ",".join(sorted(ids))] if len(ids) <= MOST_IDS else []
 
 
 def _status(job_id: str, state: str, reason: str) -> JobStatus:

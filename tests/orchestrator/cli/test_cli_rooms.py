@@ -274,27 +274,6 @@ def test_without_cron_install_says_what_else(orch: Type, tmp_path: Path, monkeyp
     assert "--via scrontab" in refused.err
 
 
-CONFIG = """Configuration data as of 2026-01-01T00:00:00
-AccountingStorageType   = accounting_storage/slurmdbd
-ClusterName             = lab
-JobRequeue              = 1
-KillWait                = 5 sec
-PreemptMode             = REQUEUE
-PreemptType             = preempt/partition_prio
-SlurmdTimeout           = 20 sec
-"""
-
-
-def test_promises_of_a_site(monkeypatch: Patch) -> None:
-    settings = doctor.parse_config(CONFIG)
-    said = {check.name: check for check in doctor.promises(settings)}
-    assert "SlurmdTimeout 20 s" in said["node failure"].text
-    assert said["stop"].level == doctor.WARN
-    assert "saves and continues in a new job" in said["preemption"].text
-    suspended = {check.name: check for check in doctor.promises({**settings, "PreemptMode": "SUSPEND,GANG"})}
-    assert suspended["preemption"].level == doctor.WARN
-
-
 def test_no_accounting_is_known_not_mended() -> None:
     def silent(command: list[str]) -> str:
         raise SlurmUnreachable("sacct got no answer")

@@ -38,7 +38,7 @@ class Shifting:
     def __init__(self, answers: list[str]) -> None:
         self._answers = answers
 
-    def __call__(self) -> str:
+    def __call__(self, within: float = 0.0) -> str:
         return self._answers[0]
 
 
@@ -142,7 +142,7 @@ def test_a_run_s_folder_that_cannot_be_read_is_no_news(path: Path, monkeypatch: 
     with Store.open(path) as store:
         create_run(store, path.parent, {"name": "a"}, slug="a", cluster="local", now=1.0, nonce="00000001")
         monkeypatch.setattr(RunDir, "all_attempts", stale)
-        assert Controller(store, {}, clock=Clock()).news() == ((), ("a-1",), (False,))
+        assert Controller(store, {}, clock=Clock()).news() == ((), ("a-1",), ((False, False),))
 
 
 @pytest.mark.parametrize("leaves", [False, True])
@@ -230,7 +230,7 @@ def test_a_daemon_that_starts_in_silence_owns_nothing_until_its_slurm_answers(
     class Late:
         silence = "no answer"
 
-        def __call__(self) -> str:
+        def __call__(self, within: float = 0.0) -> str:
             return answers[0]
 
     with Store.open(path) as store:

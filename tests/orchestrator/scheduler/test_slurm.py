@@ -16,13 +16,34 @@ from orchestrator.scheduler.available_schedulers import resolve, usable
 from orchestrator.scheduler.interface import UNREADABLE, UNRECORDED, JobSpec, Resources
 from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.scheduler.script import adopt_payload, find_job_ids
+from orchestrator.scheduler.slurm.command_output import OUTPUT_FIELDS, SEARCH_FIELDS, SEPARATOR, SQUEUE_FIELDS
 from orchestrator.scheduler.slurm.slurm_scheduler import SlurmScheduler
 from tests.orchestrator.scheduler.conftest import Program, printing
-from tests.orchestrator.scheduler.test_slurm_text import accounting, queue
+from tests.orchestrator.scheduler.test_slurm_text import QUEUE, accounting
 
 NO_FILES = ["--output=/dev/null", "--error=/dev/null"]
 DISABLED = "echo 'Slurm accounting storage is disabled' >&2; exit 1"
 DBD_AWAY = "echo 'sacct: error: Problem talking to the database: Connection refused' >&2; exit 1"
+
+
+def squeue(folder: Path, *rows: dict[str, str], cut: int = 0) -> str:
+    """Return the body of a squeue that lists these jobs, or only those of `-j`, in each of our formats.
+
+    `cut`: number of characters that the answer lacks.
+    """
+    formats = {"search": SEARCH_FIELDS, "full": SQUEUE_FIELDS, "outputs": OUTPUT_FIELDS}
+    for kind, fields in formats.items():
+        for row in rows:
+            known = {"ArrayTask": "N/A", **QUEUE, **row}
+            padded = [known[name] if kind == "search" else f"{known[name]:<{width}}" for name, width in fields]
+            text = "".join(f"{value}{SEPARATOR}" for value in padded) + "\n"
+            (folder / f"{kind}.{known['JobID']}").write_text(text[: len(text) - cut] if row is rows[-1] else text)
+    return f"""echo "$*" >> {folder}/asked
+case "$*" in *%A*) kind=search ;; *NodeList*) kind=full ;; *) kind=outputs ;; esac
+ids=; for word; do [ "$before" = -j ] && ids=$word; before=$word; done
+for file in {folder}/$kind.*; do
+  case ",${{ids:-${{file##*.}}}}," in *,${{file##*.}},*) cat $file ;; esac
+done"""
 
 
 def test_accounting_answers_for_what_the_queue_has_forgotten(program: Program, tmp_path: Path) -> None:
@@ -43,16 +64,14 @@ def test_accounting_rows_count_despite_an_error(program: Program, tmp_path: Path
 
 
 def test_the_queue_is_asked_first_and_believed(program: Program, tmp_path: Path) -> None:
-    program("squeue", printing(tmp_path, "queue", queue(JobID="7")))
+    program("squeue", squeue(tmp_path, {"JobID": "7"}))
     program("sacct", printing(tmp_path, "rows", accounting(JobIDRaw="7", State="NODE_FAIL")))
     assert SlurmScheduler().poll(["7"])["7"].state == "RUNNING"
     assert [job.state for job in SlurmScheduler().find("orch-")] == ["RUNNING"]
 
 
 def test_a_reused_id_is_distinguished_by_its_submit_time(program: Program, tmp_path: Path) -> None:
-    program(
-        "squeue", printing(tmp_path, "queue", queue(JobID="7", SubmitTime="2026-11-21T05:00:00", Name="orch-a-2-ee"))
-    )
+    program("squeue", squeue(tmp_path, {"JobID": "7", "SubmitTime": "2026-11-21T05:00:00", "Name": "orch-a-2-ee"}))
     program("sacct", printing(tmp_path, "rows", accounting(JobIDRaw="7")))
     assert [(job.job_id, job.name) for job in SlurmScheduler().find("orch-a-")] == [("7", "orch-a-2-ee")]
     assert SlurmScheduler().poll(["7"])["7"].name == "orch-a-2-ee"
@@ -71,29 +90,36 @@ def test_the_newest_submission_of_several_rows_counts(program: Program, tmp_path
     assert SlurmScheduler().poll(["7"])["7"].state == "COMPLETED"
 
 
-BY_ID = 'case "$*" in *" -j "*) {by_id} ;; *) {all} ;; esac'
-
-
-def test_a_job_that_a_list_lacks_is_asked_for_by_its_id(program: Program, tmp_path: Path) -> None:
-    of_one = printing(tmp_path, "one", queue(JobID="8", Name="site-8", Comment="managed"))
-    program("squeue", BY_ID.format(by_id=of_one, all=printing(tmp_path, "all", queue(JobID="7"))))
-    program("sacct", "exit 1")
+def test_known_jobs_are_asked_for_by_id_in_one_call(program: Program, tmp_path: Path) -> None:
+    program("squeue", squeue(tmp_path, {"JobID": "7"}, {"JobID": "8", "Name": "site-8"}, {"JobID": "9"}))
+    program("sacct", f"touch {tmp_path / 'sacct'}")
     found = SlurmScheduler().poll(["7", "8"])
-    assert {job_id: (job.name, job.state) for job_id, job in found.items()} == {
-        "7": ("orch-a-1-abcd1234", "RUNNING"), "8": ("site-8", "RUNNING"),
-    }  # fmt: skip
+    assert {job_id: job.name for job_id, job in found.items()} == {"7": "orch-a-1-abcd1234", "8": "site-8"}
+    (call,) = (tmp_path / "asked").read_text().splitlines()
+    assert "-t all -j 7,8 -O " in call
+    assert not (tmp_path / "sacct").exists(), "no job has left the queue"
 
 
-def test_an_id_unknown_to_slurm_is_missing(program: Program, tmp_path: Path) -> None:
-    no = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
-    program("squeue", BY_ID.format(by_id=no, all=printing(tmp_path, "all", queue(JobID="7"))))
+def test_an_id_unknown_to_slurm_is_missing(program: Program) -> None:
+    program("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
     program("sacct", DISABLED)
-    assert set(SlurmScheduler().poll(["7", "8"])) == {"7"}
     assert SlurmScheduler().poll(["8"]) == {}
 
 
+def test_a_search_asks_for_long_rows_of_orchs_jobs_only(program: Program, tmp_path: Path) -> None:
+    bare = {"Name": "site", "Comment": "", "Command": "/s", "STDOUT": "/o"}
+    tasks = [{**bare, "JobID": str(number), "ArrayTask": str(number)} for number in range(10, 30)]
+    program("squeue", squeue(tmp_path, {"JobID": "7"}, {**bare, "JobID": "8"}, *tasks))
+    assert [job.job_id for job in SlurmScheduler().find("orch-")] == ["7"]
+    assert [job.nodes for job in SlurmScheduler().find("orch-")] == [("n1", "n2")]
+    calls = (tmp_path / "asked").read_text().splitlines()[:3]
+    assert ["NodeList" in call for call in calls] == [False, False, True]
+    assert [" -j 8 " in call for call in calls] == [False, True, False], "an array task is never orch's"
+    assert " -j 7 " in calls[2]
+
+
 def test_jobs_missing_from_a_cut_answer_are_unknown(program: Program, tmp_path: Path) -> None:
-    program("squeue", printing(tmp_path, "cut", queue(JobID="7") + queue(JobID="8")[:30]))
+    program("squeue", squeue(tmp_path, {"JobID": "7"}, {"JobID": "8"}, cut=60))
     program("sacct", DISABLED)
     found = SlurmScheduler().poll(["7", "8"])
     assert {job_id: job.state for job_id, job in found.items()} == {"7": "RUNNING", "8": UNREADABLE}
@@ -104,13 +130,13 @@ def test_jobs_missing_from_a_cut_answer_are_unknown(program: Program, tmp_path: 
 def test_a_renamed_job_is_found_by_its_comment_its_files_and_its_id(program: Program, tmp_path: Path) -> None:
     bare = {"Name": "site", "Comment": "", "Command": "/s", "STDOUT": "/o"}
     rows = (
-        queue(**{**bare, "JobID": "1", "Comment": "orch:a/1/abcd1234"}),
-        queue(**{**bare, "JobID": "2", "Command": "/runs/a/attempts/001/submission/submission_file_0.sh"}),
-        queue(**{**bare, "JobID": "3", "STDOUT": "/runs/a/attempts/001/submission/%j_0_log.out"}),
-        queue(**{**bare, "JobID": "4"}),
-        queue(**{**bare, "JobID": "5", "Comment": "x" * 512}),
+        {**bare, "JobID": "1", "Comment": "orch:a/1/abcd1234"},
+        {**bare, "JobID": "2", "Command": "/runs/a/attempts/001/submission/submission_file_0.sh"},
+        {**bare, "JobID": "3", "STDOUT": "/runs/a/attempts/001/submission/%j_0_log.out"},
+        {**bare, "JobID": "4"},
+        {**bare, "JobID": "5", "Comment": "x" * 512},
     )
-    program("squeue", printing(tmp_path, "rows", "".join(rows)))
+    program("squeue", squeue(tmp_path, *rows))
     program("sacct", DISABLED)
     assert [job.job_id for job in SlurmScheduler().find("orch-", {"4"})] == ["1", "2", "3", "4"]
     assert [job.job_id for job in SlurmScheduler().find("orch-a-1-abcd1234")] == ["1", "2", "3"]
@@ -129,7 +155,7 @@ def test_an_untagged_job_is_identified_by_its_script(
     program: Program, tmp_path: Path, script: str, tag: str | None
 ) -> None:
     bare = {"JobID": "4", "Name": "site", "Comment": "", "Command": "/s", "STDOUT": "/o"}
-    program("squeue", printing(tmp_path, "rows", queue(**bare)))
+    program("squeue", squeue(tmp_path, bare))
     program("sacct", DISABLED)
     program("scontrol", f'test "$*" = "write batch_script 4 -" && {{ {script}; }}')
     assert [job.script_tag for job in SlurmScheduler().find("orch-", {"4"})] == [tag]
@@ -145,7 +171,7 @@ def test_a_submission_tells_the_id_and_the_job_its_name(program: Program, tmp_pa
 
 
 def test_a_site_without_accounting_has_a_queue_that_decides(program: Program, tmp_path: Path) -> None:
-    program("squeue", printing(tmp_path, "queue", queue(JobID="7")))
+    program("squeue", squeue(tmp_path, {"JobID": "7"}))
     program("sacct", DISABLED)
     assert set(SlurmScheduler().poll(["7", "8"])) == {"7"}
     assert SlurmScheduler().find("orch-nobody") == []
@@ -155,19 +181,19 @@ def test_a_site_without_accounting_has_a_queue_that_decides(program: Program, tm
 def test_a_silent_accounting_leaves_what_the_queue_does_not_know_unknown(
     program: Program, tmp_path: Path, sacct: str
 ) -> None:
-    program("squeue", printing(tmp_path, "queue", queue(JobID="7")))
-    program("sacct", f"echo asked >> {tmp_path / 'asked'}; {sacct}")
+    program("squeue", squeue(tmp_path, {"JobID": "7"}))
+    program("sacct", f"echo asked >> {tmp_path / 'of_sacct'}; {sacct}")
     scheduler = SlurmScheduler()
     assert set(scheduler.poll(["7"])) == {"7"}
     assert len(scheduler.find("orch-a-1")) == 1
     assert scheduler.find("orch-nobody") == []
-    assert not (tmp_path / "asked").exists()
+    assert not (tmp_path / "of_sacct").exists()
     both = scheduler.poll(["7", "8"])
     assert (both["7"].state, both["8"].state) == ("RUNNING", UNRECORDED)
     assert "sacct got no usable answer" in both["8"].reason
     # One that takes long to fail is not asked in every pass.
     assert scheduler.poll(["8"])["8"].state == UNRECORDED
-    assert (tmp_path / "asked").read_text() == "asked\n"
+    assert (tmp_path / "of_sacct").read_text() == "asked\n"
 
 
 @pytest.mark.parametrize("sacct", [DBD_AWAY, "exec sleep 60"])

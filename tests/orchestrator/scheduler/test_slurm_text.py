@@ -362,9 +362,8 @@ def test_a_requeued_job_is_one_job_and_its_old_row_in_accounting_is_none(
     assert "REQUEUED" in rows
     program("squeue", printing(tmp_path, "queue", recorded.queue(lambda row: row["JobID"] == job_id)))
     program("sacct", printing(tmp_path, "rows", rows))
-    (job,) = SlurmScheduler().find("is-requeued")
+    job = SlurmScheduler().poll([job_id])[job_id]
     assert (job.state, job.restarts) == ("PENDING", 1)
-    assert SlurmScheduler().poll([job_id]) == {job_id: job}
     # Cancelled before it began again, it leaves no other row; the queue forgets it in the end.
     program("squeue", "true")
     assert SlurmScheduler().find("is-requeued", {job_id}) == []
@@ -414,4 +413,4 @@ def test_a_job_that_ends_during_the_lookup_of_its_script(
         "squeue", printing(tmp_path, "queue", recorded.queue(lambda row: row["JobID"] == job_id).replace("orch:", ""))
     )
     program("scontrol", "true")
-    assert [job.script_tag for job in SlurmScheduler().find("orch-", {job_id})] == [None]
+    assert SlurmScheduler().poll([job_id])[job_id].script_tag is None

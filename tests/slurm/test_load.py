@@ -1,0 +1,74 @@
+"""Load on Slurm: calls of its clients by a controller are counted, and slow accounting delays no run."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.user import User, warm_environment
+from tests.slurm.counted_clients import CountedClients
+from tests.slurm.lab import SlurmLab
+from tests.trainer.agent.warm_agents import WarmAgents
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
+SHAPE = ["cluster.nodes=1", "cluster.ranks_per_node=1", "cluster.cpus_per_task=1", "cluster.time=60"]
+IDLE_BUDGET, BUSY_BUDGET = 2.0, 6.0
+"""Queries per minute of a controller whose jobs do not change, and of one with a hundred running runs."""
+
+
+def waiting_for(path: Path) -> str:
+    """Return the command of a run that ends once a file exists."""
+    return f"command=['/bin/sh', '-c', 'while [ ! -e {path} ]; do sleep 1; done']"
+
+
+@pytest.fixture
+def clients(lab: SlurmLab, tmp_path: Path) -> CountedClients:
+    return CountedClients(tmp_path / "clients", lab.environment()["PATH"])
+
+
+@pytest.fixture
+def user(lab: SlurmLab, agents: WarmAgents, tmp_path: Path, clients: CountedClients) -> Iterator[User]:
+    environment = {**lab.environment(), "PATH": clients.path, **warm_environment(agents)}
+    someone = User(tmp_path, "slurm", environment)
+    yield someone
+    someone.leave()
+    lab.ask("scancel", "--me")
+    someone.until(lambda: not lab.ask("squeue", "-h", "--me").stdout.strip(), 60, "an empty queue")
+
+
+def run_until(user: User, path: Path) -> str:
+    run = str(user.submit("torchrun-script", waiting_for(path), *SHAPE)["run"])
+    user.until(lambda: user.status(run)["state"] == "RUNNING", 90, "a running run")
+    return run
+
+
+def test_a_run_ends_at_once_though_slurm_is_asked_rarely(user: User, clients: CountedClients) -> None:
+    done = user.folder / "done"
+    run = run_until(user, done)
+    time.sleep(8)  # nothing can be waited for: the controller stops asking
+    quiet = time.time()
+    time.sleep(10)
+    assert len(clients.queries(quiet)) <= 1
+    assert clients.calls(quiet) == clients.queries(quiet)
+    done.touch()
+    ended = time.monotonic()
+    assert user.wait(run) == 0
+    assert time.monotonic() - ended < 20
+    asked = [call.arguments for call in clients.calls() if call.name == "squeue" and "NodeList" in call.arguments]
+    assert asked
+    assert all(" -j " in arguments for arguments in asked), "long rows are for known jobs only"
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(("runs", "budget"), [(1, IDLE_BUDGET), (10, BUSY_BUDGET)])
+def test_the_budget_in_real_minutes(user: User, clients: CountedClients, runs: int, budget: float) -> None:
+    done = user.folder / "done"
+    names = [run_until(user, done) for _ in range(runs)]
+    time.sleep(30)
+    since = time.time()
+    time.sleep(240)
+    assert clients.rate(since) <= budget, clients.queries(since)
+    assert {call.name for call in clients.calls(since)} <= {"squeue", "scontrol"}
+    done.touch()
+    assert [user.wait(name) for name in names] == [0] * runs

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.controller.nodes_to_avoid import EVERY, RepairedNodes
+from orchestrator.controller.nodes_to_avoid import EVERY, JITTER, RepairedNodes
 from orchestrator.registry.records import BY_PERSON, NewRun, Run
 from orchestrator.registry.store import Store
 from tests.fakes.new_runs import take_lease
@@ -63,8 +63,9 @@ def test_the_day_begins_when_the_node_is_back(cluster: Cluster) -> None:
 def test_what_was_done_is_told_and_slurm_is_asked_rarely(cluster: Cluster) -> None:
     cluster.exclude("n1")
     cluster.slurm.out = frozenset({"n1"})
-    told = [cluster.look(NOW + second) for second in range(60, 60 + int(EVERY) + 1, 30)]
-    assert [len(lines) for lines in told] == [1, *[0] * 19, 1]
+    told = [cluster.look(NOW + second) for second in range(60, 60 + int(EVERY), 30)]
+    assert [len(lines) for lines in told] == [1, *[0] * 19]
+    assert len(cluster.look(NOW + 60 + EVERY * (1 + JITTER))) == 1
     assert told[0] == ["n1 is still out of service: its exclusion begins when it is back"]
     assert cluster.slurm.calls == ["out_of_service n1"] * 2
 

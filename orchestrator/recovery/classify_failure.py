@@ -94,6 +94,7 @@ STANDS_FOR: dict[Meaning, tuple[FailureKind, Role]] = {
     Meaning.NODE_LOST: (FailureKind.NODE_LOST, Role.ROOT),
     Meaning.STORAGE: (FailureKind.STORAGE, Role.ROOT),
     Meaning.NOT_LAUNCHED: (FailureKind.LAUNCH_FAILED, Role.ROOT),
+    Meaning.INSTALLATION: (FailureKind.INSTALLATION, Role.ROOT),
     Meaning.MEMORY: (FailureKind.OUT_OF_MEMORY, Role.ROOT),
     Meaning.TASK_KILLED: (FailureKind.AGENT_LOST, Role.ROOT),
     Meaning.PEER_GONE: (FailureKind.AGENT_LOST, Role.CASCADE),

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from orchestrator.cli.main import orch
 from orchestrator.errors import ConfigError
 from orchestrator.scheduler.interface import JobSpec, Resources
+from orchestrator.scheduler.script import load
 from orchestrator.scheduler.slurm.sbatch_values import KNOWN, OWNED, check_nodes, check_options, minutes
 from orchestrator.scheduler.slurm.slurm_scheduler import render
 
@@ -172,6 +173,26 @@ def test_hints_of_these_refusals_work() -> None:
 def test_invalid_option_names_are_refused(option: str) -> None:
     with pytest.raises(ConfigError):
         check_options({option: "x"})
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [
+        ("container-image", "[default,pyxis] +cluster.template_args.image=VALUE"),
+        ("container_mounts", "[default,pyxis] +cluster.template_args.mounts=VALUE"),
+        ("no-container-mount-home", "[default,pyxis] +cluster.template_args.mount_home=false"),
+        ("container-remap-root", "[default,pyxis] +cluster.template_args.remap_root=true"),
+        ("container-readonly", "[default,pyxis] +cluster.template_args.writable=false"),
+        ("environment", "[default,edf] +cluster.template_args.environment=NAME"),
+        ("container", "[default,oci] +cluster.template_args.bundle=PATH"),
+    ],
+)
+def test_containers_are_chosen_by_a_template(option: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_options({option: "x"})
+    assert caught.value.hint == f"cluster.templates={hint}"
+    template, argument = re.findall(r"default,(\w+)|template_args\.(\w+)", hint)
+    assert argument[1] in load(template[0]).args
 
 
 def test_known_options_pass_with_their_types() -> None:

@@ -88,6 +88,13 @@ TABLE = tuple(
         (Meaning.OUTSIDE, _ERROR, r"Stale file handle"),
         (Meaning.NOT_LAUNCHED, _LOG, r"execve\(\): .{0,1000}(No such file or directory|Permission denied)"),
         (Meaning.NOT_LAUNCHED, _LOG, r"No module named '?(trainer|orchestrator|checkpointing|submitit)"),
+        # The last four are from Apptainer, Podman, Charliecloud and chroot.
+        (Meaning.NOT_LAUNCHED, _LOG, r"slurmstepd: error: pyxis: "),
+        (Meaning.NOT_LAUNCHED, _LOG, r"^FATAL: {2,}"),
+        (Meaning.NOT_LAUNCHED, _LOG, r"executable file .{0,300}not found in \$PATH"),
+        (Meaning.NOT_LAUNCHED, _LOG, r"can't execve\(2\): .{0,500}No such file or directory"),
+        (Meaning.NOT_LAUNCHED, _LOG, r"chroot: failed to run command .{0,500}No such file or directory"),
+        (Meaning.INSTALLATION, _LOG, r"^orch-agent: refuses to start: .{0,500} is Python [\d.]+, and orch needs "),
         # A revoked credential belongs to a job that was cancelled in the meantime.
         (Meaning.NOT_LAUNCHED, _LOG,
          r"Task launch for \S{1,100} failed on node \S{1,300}: (?!Job credential revoked)"),

@@ -132,9 +132,9 @@ class FailureKind(StrEnum):
     A new job, once there is room (docs/failures.md). HELD if two jobs in a row find every checkpoint damaged."""
     INSTALLATION = "installation"
     """Nodes with different versions of orch; a hard limit below 1,024 open files on every node; an environment variable
-    that torch, gloo or NCCL cannot use.
+    that torch, gloo or NCCL cannot use; an image whose Python is too old or lacks a package.
 
-    HELD with the versions, the limit or the variable."""
+    HELD with the versions, the limit, the variable or the package."""
     UNKNOWN = "unknown"
     """No known cause; a rank that only lost the connection to a peer; in a run that has trained, name resolution, a
     connection, HTTP 429, 500 or 502 to 504; `ulimit -u` or pids.max; an exit of a `command:` that may not be its fault.

@@ -3,6 +3,7 @@
 import resource
 import shutil
 import time
+from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
@@ -108,6 +109,23 @@ def test_a_hard_limit_on_open_files_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (32, 64))
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     assert preflight.examine(tmp_path, JobConfig()) == [LOW]
+
+
+def test_an_image_that_lacks_a_package_is_found(tmp_path, monkeypatch):
+    installed = {"torch": "2.11.0+cu128", "psutil": "7.0"}
+
+    def version(name):
+        if name not in installed:
+            raise metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    (fault,) = preflight.examine(tmp_path, JobConfig())
+    failure = preflight.find_blamed_node({"a": [fault], "b": [fault]})
+    assert (failure.kind, failure.node) == (FailureKind.INSTALLATION, None)
+    assert "has torch 2.11.0+cu128, no xxhash; " in failure.reason
+    assert failure.reason.endswith("-m pip install 'torch>=2.12' xxhash")
+    assert preflight.examine(tmp_path, JobConfig(command=("python", "train.py"))) == []
 
 
 HEALTHY = """

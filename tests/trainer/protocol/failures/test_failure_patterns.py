@@ -21,6 +21,25 @@ def test_a_sentence_means_the_same_in_an_error_and_in_a_log(text: str, meaning: 
     assert log_line_meaning(text) is meaning
 
 
+_OLD = "/usr/bin/python3 is Python 3.9.18, and orch needs 3.11 or newer: install one in the image"
+
+
+@pytest.mark.parametrize(
+    ("line", "meaning"),
+    [
+        (f"orch-agent: refuses to start: {_OLD}", Meaning.INSTALLATION),
+        ("slurmstepd: error: pyxis: failed to import docker image", Meaning.NOT_LAUNCHED),
+        ('FATAL:   "python3": executable file not found in $PATH', Meaning.NOT_LAUNCHED),
+        ("Error: crun: executable file `python3` not found in $PATH: No such file", Meaning.NOT_LAUNCHED),
+        ("ch-run[1]: error: can't execve(2): /x/python3: No such file or directory (a.c:1 2)", Meaning.NOT_LAUNCHED),
+        ("chroot: failed to run command '/x/python3': No such file or directory", Meaning.NOT_LAUNCHED),
+        ("FATAL: out of luck", None),
+    ],
+)
+def test_a_container_that_cannot_start_the_agent_is_recognized(line: str, meaning: Meaning | None) -> None:
+    assert log_line_meaning(line) is meaning
+
+
 def test_a_stale_file_handle_is_met_by_a_program_and_ends_a_job() -> None:
     text = "OSError: [Errno 116] Stale file handle"
     assert has_meaning(text, Meaning.OUTSIDE)

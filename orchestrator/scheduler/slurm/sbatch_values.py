@@ -187,7 +187,7 @@ def _check_option_value(key: str, name: str, value: object) -> object:
     return text if form is None else _check_format(key, text, form)
 
 
-def _container_template(option: str) -> tuple[str, str, str] | None:
+def container_template(option: str) -> tuple[str, str, str] | None:
     """Return the template, argument and value that replace this option of a container plugin, or None."""
     if option in ("container", "environment"):
         return ("oci", "bundle", "PATH") if option == "container" else ("edf", "environment", "NAME")
@@ -215,7 +215,7 @@ def _check_option(option: object, section: str) -> str:
             own = why is _BY_KEY
             hint = f"{section}.{owned}=VALUE" if own else f"~{key}"
             raise ConfigError(f"{key}: cannot be set here: {why + owned if own else why}", where=key, hint=hint)
-    if (instead := _container_template(name)) is not None:
+    if (instead := container_template(name)) is not None:
         template, argument, value = instead
         what = f"{key}: the whole script would run in the container; a template runs only the agents there"
         hint = f"{section}.templates=[default,{template}] +{section}.template_args.{argument}={value}"

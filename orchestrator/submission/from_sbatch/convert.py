@@ -105,7 +105,7 @@ def _set_program(found: Conversion, launch: Launch, setup: Setup, program: list[
     """Set `command`: a list of words if bash has nothing to do, else one text for bash."""
     count = next((at for at, word in enumerate(program) if assignment(word) is None), len(program))
     assigned, words = program[:count], program[count:]
-    in_container = ("cluster", "template_args", "image") in found.settings
+    in_container = any(key[:2] == ("cluster", "template_args") for key in found.settings)
     selects = setup.selects_python and bool(setup.lines) and not in_container
     literal = [unquote(word) for word in words]
     text = " ".join([*assigned, *([FROM_JOB] if selects else []), "exec", *words])

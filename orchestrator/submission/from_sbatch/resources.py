@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from orchestrator.scheduler.slurm.sbatch_values import OWNED
+from orchestrator.scheduler.slurm.sbatch_values import OWNED, container_template
 from orchestrator.submission.from_sbatch.directives import Option
 from orchestrator.submission.from_sbatch.launch import NODES, RANKS, TOTAL, Launch, Remark
 from orchestrator.submission.from_sbatch.shell_text import expand
@@ -93,9 +93,8 @@ def _read_other(found: Conversion, option: Option) -> None:
     if why := _LEFT_OUT.get(name) or OWNED.get(name):
         remark = Remark(option.line, option.text, why)
         (found.unclear if name in ("array", "dependency", "begin", "clusters") else found.left_out).append(remark)
-    elif name.startswith("container") or name == "environment":
-        why = "the whole job would run in the container; orch starts its agents in it: see cluster.templates"
-        found.unclear.append(Remark(option.line, option.text, why))
+    elif (container := container_template(name)) is not None:
+        _read_container(found, option, container)
     else:  # Slurm's own, or a site's plugin's
         found.set(f"cluster.sbatch.{name}", True if option.value is None else option.value, option)
 
@@ -286,31 +285,47 @@ def _set_limits(found: Conversion, options: Mapping[str, Option]) -> None:
         found.open_keys.setdefault("cluster.time", "the script has no --time, and orch's own default is an hour")
 
 
+def _read_container(found: Conversion, option: Option, container: tuple[str, str, str]) -> None:
+    """Convert an option of a container plugin to a template and its argument."""
+    template, argument, switch = container
+    value = switch if option.value is None else option.value
+    if "$" in value:
+        why = "its value is known only in a job: set cluster.template_args yourself"
+        found.unclear.append(Remark(option.line, option.text, why))
+        return
+    found.set("cluster.templates", ["default", template], option)
+    found.set(f"cluster.template_args.{argument}", value, option)
+    if argument == "workdir":
+        found.set("env.ORCH_SUBMIT_DIR", value, option)
+
+
 def read_step(found: Conversion, launch: Launch) -> None:
     """Convert srun's options: containers, and the variables of --export."""
     for option in launch.srun:
-        remark = Remark(option.line, option.text, "orch starts one task per node with options of its own")
-        if option.name in _CONTAINER and "$" in (option.value or ""):
-            why = "its value is known only in a job: set cluster.template_args yourself"
-            found.unclear.append(Remark(option.line, option.text, why))
-            continue
         if option.name == "export" and option.value:
             for pair in option.value.split(","):
                 name, equals, value = pair.partition("=")
                 if equals:
                     found.set(f"env.{name}", value, option)
-        elif option.name in _CONTAINER and option.value is not None:
-            found.set("cluster.templates", ["default", "pyxis"], option)
-            found.set(f"cluster.template_args.{_CONTAINER[option.name]}", option.value, option)
+        elif (container := container_template(option.name)) is not None:
+            _read_container(found, option, container)
         elif option.name in _SHAPE:
             continue
-        elif option.name == "no-container-mount-home":
-            found.left_out.append(Remark(option.line, option.text, "the pyxis template does that"))
         elif _SRUN_LEFT_OUT.fullmatch(option.name):
-            found.left_out.append(remark)
+            why = "orch starts one task per node with options of its own"
+            found.left_out.append(Remark(option.line, option.text, why))
         else:
             found.unclear.append(Remark(option.line, option.text, "orch does not know this option of srun"))
+    _check_folder(found)
 
 
-_CONTAINER = {"container-image": "image", "container-mounts": "mounts"}
-"""Options of pyxis, with their arguments of the template `pyxis`."""
+def _check_folder(found: Conversion) -> None:
+    """Note that the command's folder may be missing in its container."""
+    mounts = found.settings.get(("cluster", "template_args", "mounts"))
+    image = found.settings.get(("cluster", "template_args", "image"))
+    if image is None or ("env", "ORCH_SUBMIT_DIR") in found.settings:
+        return
+    places = [mount.split(":")[1] for mount in str(mounts.value if mounts else "").split(",") if ":" in mount]
+    if not any(os.getcwd().startswith(place) for place in places):
+        why = "the command runs in this folder: mount it, or set +env.ORCH_SUBMIT_DIR=FOLDER of the container"
+        found.unclear.append(Remark(image.line, image.text, why))

@@ -219,7 +219,7 @@ If a run's folder was moved, its verbs exit with 4: move it back, put a link the
 Jobs do not get this shell's `PYTHONPATH`.
 """
 VERBS_BY_SECTION = {
-    "Every day": "submit status show compare wait events logs top attach save cancel resume tag rm drill demo doctor",
+    "Every day": "init submit status show compare wait events logs top attach save cancel resume tag rm drill demo doctor",
     "Checkpoints": "ckpt",
     "Restore tests": "restore-tests",
     "Nodes": "nodes",

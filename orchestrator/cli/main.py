@@ -37,6 +37,7 @@ VERBS = {
     "data": ("data:data", "Turn text into token shards for training."),
     "db": ("db:db", "Locate, back up or rebuild the registry."),
     "controller": ("cluster.controller:controller", "Start, stop, inspect or install the controller."),
+    "init": ("cluster.init:init", "Ask Slurm about this cluster, and write your settings."),
     "doctor": ("cluster.doctor:doctor", "Check this machine and cluster, and list what to fix."),
     "completion": ("completion.completion:completion", "Print the completion script for a shell: bash, zsh or fish."),
     "drill": ("drills.drill:drill", "Inject a fault and score the reaction."),

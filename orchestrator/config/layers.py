@@ -58,6 +58,12 @@ def standing_files(environ: Mapping[str, str]) -> list[Path]:
     return found
 
 
+def user_file(environ: Mapping[str, str]) -> Path:
+    """Return the user's own config file, which may not exist. Raises RuntimeError if the home is needed but unknown."""
+    named = environ.get("ORCH_USER_CONFIG")
+    return Path(named).expanduser() if named else _usual_file("ORCH_USER_CONFIG", environ)
+
+
 def _usual_file(variable: str, environ: Mapping[str, str]) -> Path:
     """Return the default file for an unset variable. Raises RuntimeError if the home is needed but unknown."""
     if variable == "ORCH_SITE_CONFIG":

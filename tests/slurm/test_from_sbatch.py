@@ -54,3 +54,10 @@ def test_an_sbatch_script_becomes_a_run_that_recovers(user: User, tmp_path: Path
         "FROM_SETUP": "yes", "PYTHONPATH": "/mine",
     }  # fmt: skip
     assert {name: notes["2-2"][name] for name in wanted} == wanted
+
+
+def test_init_reads_this_slurm(user: User) -> None:
+    found = user.ask("init", "--print")
+    assert {item["partition"] for item in found["partitions"]} >= {"low", "high"}
+    assert found["settings"]["partition"] == "low"
+    assert found["settings"]["root"].endswith("orch-runs")

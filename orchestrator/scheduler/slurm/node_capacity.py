@@ -85,11 +85,16 @@ def read_nodes(text: str) -> list[NodeCapacity]:
             word = state.rstrip("*~#!%$@^-+")
             node = NodeCapacity(
                 name=name, partition=partition, cpus=int(cpus.rstrip("+")), memory=float(memory.rstrip("+")),
-                gpus=sum(map(int, _GPUS.findall(gres))),
+                gpus=count_gpus(gres),
                 is_up=word.upper() in IN_SERVICE and not set(state[len(word) :]) & set(_ABSENT),
             )  # fmt: skip
             found.append(node)
     return found
+
+
+def count_gpus(gres: str) -> int:
+    """Return the number of GPUs in a GRES list (`gpu:a100:4(S:0-1),nvme:1`)."""
+    return sum(map(int, _GPUS.findall(gres)))
 
 
 def megabytes(text: str) -> float:

@@ -7,6 +7,7 @@ import pytest
 from orchestrator import home
 from orchestrator.config import yaml_text
 from orchestrator.config.compose import compose
+from trainer.protocol.config_sections.scheduler_kinds import AUTO
 from orchestrator.errors import ConfigError
 
 RUNNABLE = [name for name in yaml_text.names() if "/" not in name]
@@ -63,3 +64,11 @@ def test_a_rank_starts_for_each_gpu_that_this_machine_has(monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match="this machine has no GPU: CUDA_VISIBLE_DEVICES=") as caught:
         compose("cluster/local-gpu", environ={"HOME": "/nowhere"})
     assert "docker run --gpus all" in caught.value.hint
+
+
+def test_a_preset_for_a_command_uses_slurm_where_there_is_one() -> None:
+    """A training script must not start on a login node."""
+    for name in RUNNABLE:
+        config = compose(name, environ={"HOME": "/nowhere"}).config
+        if config.command:
+            assert config.cluster.kind == AUTO, name

@@ -41,7 +41,7 @@ VERBS = {
     "doctor": ("cluster.doctor:doctor", "Check this machine and cluster, and list what to fix."),
     "completion": ("completion.completion:completion", "Print the completion script for a shell: bash, zsh or fish."),
     "drill": ("drills.drill:drill", "Inject a fault and score the reaction."),
-    "demo": ("drills.demo:demo", "Run a small training here that is killed and recovers."),
+    "demo": ("drills.demo:demo", "Run a small training job here that is killed and recovers."),
 }
 """Function of each verb (`module:function` below orchestrator.cli) and its purpose."""
 

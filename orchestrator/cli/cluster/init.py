@@ -57,7 +57,9 @@ def init(screen: Screen, yes: bool, only_print: bool) -> int:
         "partitions": [_row(item) for item in found.partitions],
     }  # fmt: skip
     end = f"written: {file}" if written else "nothing was written"
-    screen.answer("init", answer, text.rstrip(), note=f"{end}\nnext: `orch doctor`, then `orch submit --from-sbatch job.sh`")
+    screen.answer(
+        "init", answer, text.rstrip(), note=f"{end}\nnext: `orch doctor`, then `orch submit --from-sbatch job.sh`"
+    )
     return 0
 
 

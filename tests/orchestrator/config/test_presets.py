@@ -7,8 +7,8 @@ import pytest
 from orchestrator import home
 from orchestrator.config import yaml_text
 from orchestrator.config.compose import compose
-from trainer.protocol.config_sections.scheduler_kinds import AUTO
 from orchestrator.errors import ConfigError
+from trainer.protocol.config_sections.scheduler_kinds import AUTO
 
 RUNNABLE = [name for name in yaml_text.names() if "/" not in name]
 GROUPS = [name for name in yaml_text.names() if "/" in name]

@@ -165,7 +165,10 @@ Every command. `orch VERB -h` prints the same text. `python docs/reference.py` w
 | start a run and watch it | `orch submit CONFIG --follow` |
 | see my runs, and what needs me | `orch` |
 | know what happened, and why | `orch show RUN`, `orch events RUN`, `orch logs RUN --rank first-error` |
-| look into a live job | `orch top RUN`, `orch attach RUN --stack` |
+| look into a live job | `orch top RUN`, `orch attach RUN --stack`, `orch shell RUN` |
+| start ranks by hand on a node | `orch debug CONFIG` |
+| vary values | `orch sweep CONFIG -p optimizer.lr=1e-4,3e-4 --max 4`, `orch status --sweep NAME` |
+| start a run after another | `orch submit CONFIG --after RUN` |
 | save, stop, continue | `orch save RUN`, `orch cancel RUN`, `orch resume RUN` |
 | continue with other settings | `orch resume RUN optimizer.lr=1e-4` |
 | branch off a second run | `orch submit --from RUN@STEP optimizer.lr=1e-4` |
@@ -219,7 +222,8 @@ If a run's folder was moved, its verbs exit with 4: move it back, put a link the
 Jobs do not get this shell's `PYTHONPATH`.
 """
 VERBS_BY_SECTION = {
-    "Every day": "init submit status show compare wait events logs top attach save cancel resume tag rm drill demo doctor",
+    "Every day": "init submit sweep debug status show compare wait events logs top attach shell save cancel resume tag "
+    "rm drill demo doctor",
     "Checkpoints": "ckpt",
     "Restore tests": "restore-tests",
     "Nodes": "nodes",

@@ -14,7 +14,7 @@ from trainer.protocol.time_spans import iso
 KEYS = (
     "run", "state", "step", "total_steps", "loss", "attempts", "generations", "job_id", "cluster", "nodes",
     "last_checkpoint", "reason", "updated_at", "last_lines", "slurm_cluster", "restore_test",
-    "tags", "eta_s",
+    "tags", "eta_s", "expected_start", "after", "sweep",
 )  # fmt: skip
 """Stable keys for a run in JSON output, in output order."""
 _START_SECONDS = 600.0
@@ -46,6 +46,10 @@ class RunView:
     updated_at: float
     not_before: float | None
     removal: Mapping[str, Any]
+    after: str
+    """Run that must succeed before this one starts."""
+    sweep: Mapping[str, Any]
+    """`orchestrator.registry.records.SweepMember` as JSON; empty: not part of a sweep."""
     notified: Mapping[str, Any]
     """`orchestrator.notifications.channels.NotificationState` as JSON."""
     attempts: int
@@ -55,6 +59,9 @@ class RunView:
     job_id: str | None
     job_state: str | None
     nodes: list[str]
+    start_at: float | None
+    """Scheduler's last estimate of the waiting job's start, received at `start_noted_at`."""
+    start_noted_at: float | None
     failure: Mapping[str, Any] | None
     checkpoint: Mapping[str, Any] | None
     """Newest usable checkpoint: step, trust, committed_at."""
@@ -111,10 +118,18 @@ class RunView:
         ends = self.updated_at + left * took / (self.step - since["step"])
         return round(ends - self.now, 1) if took > 0 and ends > self.now else None
 
+    @property
+    def expected_start(self) -> dict[str, Any] | None:
+        """Time, age and source of the scheduler's estimate of a waiting job's start, or None without a current one."""
+        at, noted = self.start_at, self.start_noted_at
+        if self.state != RunState.QUEUED or at is None or noted is None or at <= self.now:
+            return None
+        return {"at": iso(at), "age_s": round(max(0.0, self.now - noted), 1), "source": self.cluster}
+
     def to_json(self) -> dict[str, Any]:
         """Return the stable keys, in their documented order."""
         test = self.restore_test and summarize_test(self.restore_test)
-        fields = {key: getattr(self, key) for key in KEYS}
+        fields = {key: getattr(self, key) for key in KEYS} | {"after": self.after or None, "sweep": self.sweep or None}
         return {**fields, "updated_at": iso(self.updated_at), "restore_test": test}
 
     @property
@@ -178,9 +193,13 @@ def newest_runs(
     *,
     tests: bool = False,
     tags: Iterable[str] = (),
+    sweep: str = "",
 ) -> list[RunView]:
-    """Return the newest runs with all `tags`; `tests` includes restore tests. Return no runs without a registry."""
-    return _views(fast_queries.newest(registry_path(), limit, states, tests=tests, tags=tags))
+    """Return the newest runs with all `tags`, or of one sweep; `tests` includes restore tests.
+
+    Return no runs without a registry.
+    """
+    return _views(fast_queries.newest(registry_path(), limit, states, tests=tests, tags=tags, sweep=sweep))
 
 
 def runs_by_name(names: Iterable[str]) -> list[RunView]:

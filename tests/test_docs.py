@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -11,12 +12,15 @@ import click
 import pytest
 
 import orch
+from orchestrator.cli.main import verbs
+from orchestrator.states import RunState
+from tests.orchestrator.cli.printed_commands import commands_in, why_not_typed
 from trainer.protocol.failures.outcome import FailureKind, select_kinds
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = [
-    *(ROOT / name for name in ("README.md", "examples/README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *(ROOT / name for name in ("README.md", "examples/README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SKILL.md")),
     *sorted(DOCS.glob("*.md")),
 ]
 PACKAGES = ("orchestrator", "trainer", "checkpointing", "benchmarks", "tests")
@@ -191,8 +195,6 @@ def commands(group: click.Group, path: str = "orch") -> Iterator[tuple[str, clic
 
 
 def test_every_verb_has_a_section() -> None:
-    from orchestrator.cli.main import verbs
-
     text = (DOCS / "cli.md").read_text()
     assert not [verb for verb in verbs() if not re.search(rf"^### `orch {verb}[ `]", text, re.MULTILINE)]
 
@@ -216,3 +218,22 @@ def test_the_help_of_a_verb_fits_on_a_screen() -> None:
         command.format_help_text(click.Context(command), formatter)
         lines = [line for line in formatter.getvalue().splitlines() if line.strip()]
         assert len(lines) <= MOST_HELP_LINES, path
+
+
+def commands_of_blocks(text: str) -> list[list[str]]:
+    """Return the commands in a page's code blocks, without comments."""
+    blocks = re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    lines = (shlex.split(line, comments=True) for block in blocks for line in block.splitlines())
+    return [words[1:] for words in lines if words[:1] == ["orch"]]
+
+
+def test_every_command_for_coding_agents_can_be_typed() -> None:
+    text = (ROOT / "SKILL.md").read_text()
+    typed = commands_of_blocks(text)
+    prose = re.sub(r"^```\n.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    assert len(typed) >= 15
+    assert not [(words, why) for words in typed if (why := why_not_typed(words))]
+    named = {words[0] for words in commands_in(prose) if words[0].islower()}
+    assert named <= {verb.partition(" ")[0] for verb in verbs()}
+    assert set(map(str, RunState)) <= set(re.findall(r"[A-Z]{4,}", text)), "every state is explained"
+    assert {str(code) for code in (2, 3, 4, 5, 8, 10, 124)} <= set(re.findall(r"\d+", text))

@@ -17,6 +17,8 @@ from orchestrator.errors import ConfigError, NotFound, OrchError, Precondition
 
 VERBS = {
     "submit": ("runs.submit:submit", "Submit a run; orch restarts it until it is finished."),
+    "sweep": ("runs.sweep:sweep", "Submit a run for each combination of values, a few at once."),
+    "debug": ("runs.debug:debug", "Allocate one or two nodes as a run would, and open a shell."),
     "status": ("runs.status:status", "List the newest runs: state, step, loss, checkpoint, reason."),
     "show": ("runs.show:show", "Show one run in full: attempts, decisions, checkpoints, code."),
     "compare": ("runs.compare:compare", "Compare runs: where they differ, speed, losses at the steps they share."),
@@ -25,6 +27,7 @@ VERBS = {
     "logs": ("live_jobs.logs:logs", "Print the logs of ranks, agents and the controller."),
     "top": ("live_jobs.top:top", "Show a live run: step, tokens/s, loss, and where every rank is."),
     "attach": ("live_jobs.attach:attach", "Print the stacks of a live job's ranks without stopping them."),
+    "shell": ("live_jobs.shell:shell", "Open a shell on a node of a live job, or run a command there."),
     "save": ("live_jobs.live_attempt:save", "Save a checkpoint now; training continues."),
     "cancel": ("runs.cancel_resume:cancel", "Save a checkpoint, then stop the runs."),
     "resume": ("runs.cancel_resume:resume", "Continue a run that is held, failed or cancelled."),

@@ -14,7 +14,9 @@ from orchestrator import failpoints
 from orchestrator.controller import user_requests
 from orchestrator.controller.actor import SUBMIT_WITHIN, Actor, PoolSize, UsableNodes, training_notes
 from orchestrator.controller.collect_evidence import collect_evidence
-from orchestrator.controller.conclude import conclude
+from orchestrator.controller.conclude import apply, conclude
+from orchestrator.controller.expected_start import changed_estimate
+from orchestrator.controller.may_start import Wait, waiting_runs
 from orchestrator.controller.nodes_to_avoid import to_avoid
 from orchestrator.controller.ownership import Domain, never_submitted, sweep_orphans
 from orchestrator.controller.query_schedule import QuerySchedule, Signs
@@ -34,7 +36,7 @@ from orchestrator.controller.running_jobs import (
 )
 from orchestrator.controller.scheduler_snapshot import UNREACHABLE, Records, SchedulerSnapshot, changes, take_snapshot
 from orchestrator.controller.submission_limits import HOUR, unresolved_submissions
-from orchestrator.errors import Fenced, ForeignRun, Precondition, RegistryError, SlurmUnreachable
+from orchestrator.errors import Fenced, ForeignRun, NotFound, Precondition, RegistryError, SlurmUnreachable
 from orchestrator.observed_since import Clock, ObservedSince
 from orchestrator.recovery.classify_failure import LEAVING_LIMIT, Evidence, judge, judge_silence
 from orchestrator.registry.records import Attempt, Lease, Run, UserRequest
@@ -56,6 +58,7 @@ from orchestrator.scheduler.interface import (
 from orchestrator.scheduler.scheduler_instance import KEEP_FOR, Instance
 from orchestrator.scheduler.slurm.refusals import waiting_words
 from orchestrator.states import LIVE_ATTEMPTS, LIVE_RUNS, AttemptState, RunState
+from trainer.protocol.failures.decision import Action, Decision
 from trainer.protocol.failures.outcome import FailureKind
 from trainer.protocol.run_dir import RunDir
 
@@ -120,6 +123,7 @@ class Controller:
         self._errors: list[str] = []
         self._silent: dict[str, str] = {}
         self._cancels: dict[str, UserRequest] = {}
+        self._waits: dict[str, Wait] = {}
         self._swept_at: dict[str, float] = {}
         self.quiet = 0.0  # seconds between queries of a scheduler while nothing changes; 0: every pass queries it
         self._schedules: dict[str, QuerySchedule] = {}
@@ -136,6 +140,7 @@ class Controller:
         self._cancels = user_requests.pending_cancels(self.store)
         runs = self.domain.runs_to_look_up(live)
         attempts = self.store.attempts_by_run(run.name for run in runs)
+        self._waits = waiting_runs(live, attempts, self._predecessors(runs), self._cancels)
         records = self.domain.job_records(runs, attempts, self.clock.wall())
         snapshots = {
             kind: self._query_if_due(kind, runs, attempts, records) for kind in sorted({run.cluster for run in runs})
@@ -155,6 +160,14 @@ class Controller:
             unreachable=tuple(sorted(self._silent)),
             silence=tuple(words for _, words in sorted(self._silent.items())),
         )
+
+    def _predecessors(self, runs: list[Run]) -> dict[str, Run]:
+        """Return the runs after which others start, by name; without those that have been removed."""
+        found = {}
+        for name in {run.predecessor for run in runs if run.predecessor}:
+            with suppress(NotFound):
+                found[name] = self.store.named_run(name)
+        return found
 
     def news(self) -> tuple[object, ...]:
         """Return the state that is visible without a scheduler. If it changes, a pass is due."""
@@ -196,7 +209,7 @@ class Controller:
         seen = [
             read_signs(self.actor, run, attempts[run.name][-1], self._cancels.get(run.name), unsettled)
             for run in runs
-            if run.cluster == kind
+            if run.cluster == kind and run.name not in self._waits
         ]
         return Signs(events=tuple(one.events for one in seen), unsettled=any(one.unsettled for one in seen))
 
@@ -207,7 +220,8 @@ class Controller:
             self._silent[kind] = silence
             return replace(UNREACHABLE, error=silence)
         mine = [run for run in runs if run.cluster == kind]
-        last = [attempts[run.name][-1] for run in mine if self.domain.expects(run, attempts[run.name])]
+        begun = [run for run in mine if run.name not in self._waits]  # the others certainly have no job
+        last = [attempts[run.name][-1] for run in begun if self.domain.expects(run, attempts[run.name])]
         adopted = [attempt for attempt in last if attempt.state in HAS_JOB]
         due = self._is_sweep_due(kind, mine, records)
         wanted = [job_id for attempt in last for job_id in records[attempt.run, attempt.number].wanted_ids(attempt)]
@@ -293,6 +307,8 @@ class Controller:
 
     def _serve_from_files(self, run: Run, attempts: tuple[Attempt, ...]) -> bool:
         """Ingest what a run's job has written, without its scheduler; return whether there was anything new."""
+        if (wait := self._waits.get(run.name)) is not None and self.domain.has(run):
+            return self._wait(run, wait)
         view = self._view(run, attempts)
         if view.last.state not in HAS_JOB or not self.domain.has(run) or self._is_hidden(view):
             return False
@@ -338,6 +354,8 @@ class Controller:
         elif self._is_hidden(view):
             return False
         if view.last.submitted_at is None:
+            if (wait := self._waits.get(view.run.name)) is not None:
+                return self._wait(view.run, wait)
             self._refuse_other_registry(view)
             if wait_for_room(self.actor, view):
                 return False
@@ -346,6 +364,15 @@ class Controller:
         if failure is not None:
             conclude(self.actor, view, (AttemptState.ENDED, failure.reason, failure), self.rng)
         return False
+
+    def _wait(self, run: Run, wait: Wait) -> bool:
+        """Record why a run does not start; return whether it is held, because only a person can change that."""
+        if not wait.hold:
+            self.actor.note(run, wait.reason)
+            return False
+        apply(self.actor, run, Decision(action=Action.HOLD, reason=wait.reason), self.clock.wall())
+        self.actor.record_action(f"{run.name} held: {wait.reason}")
+        return True
 
     def _is_hidden(self, view: ControlledRun) -> bool:
         """Return whether a submitted run's folder is invisible; its state is then unknown, and it is never recreated.
@@ -420,17 +447,20 @@ class Controller:
 
             self.store.together(running)
             self.actor.record_action(f"{run.name}/{attempt.number}: {reason}")
-        elif job.state != attempt.job_state:
-            self.store.note_attempt(run.name, attempt.number, epoch=self.actor.epoch, job_state=job.state)
+        else:
+            changed = {"job_state": job.state} if job.state != attempt.job_state else {}
+            changed |= changed_estimate(attempt, job, self.clock.wall())
+            if changed:
+                self.store.note_attempt(run.name, attempt.number, epoch=self.actor.epoch, **changed)
         _, silence = judge_silence(evidence, view.config.detection.hang.heartbeat)
         spec = job_spec(run, attempt, view.config)
         reason_for = self.actor.observed.age(f"reason:{run.name}/{attempt.number}", job.reason)
         waits = waiting_words(job.reason, spec.resources, run.name, reason_for) if not runs else ""
-        changed = changes(job, spec)
+        altered = changes(job, spec)
         held = f"a user holds it: `scontrol release {job.job_id}`" if is_held_by_person(self.actor, view, job) else ""
         size = size_note(view, self.configs(run.config_digest), job)
         notes = training_notes(self.store, attempt) if runs else []
-        notes_text = "".join(f"; {words}" for words in (size, held, silence, evidence.odd, changed, *notes) if words)
+        notes_text = "".join(f"; {words}" for words in (size, held, silence, evidence.odd, altered, *notes) if words)
         saves = f"{evidence.saves_failing}; " if evidence.saves_failing and runs else ""
         self.actor.note(run, f"{saves}job {job.job_id} is {job.state}{waits}{notes_text}")
 

@@ -8,6 +8,7 @@ from checkpointing.storage.storage_errors import explain_disk_error
 from orchestrator import failpoints
 from orchestrator.controller.actor import Actor
 from orchestrator.controller.conclude import cancel_decision
+from orchestrator.controller.may_start import ENDED_BADLY
 from orchestrator.controller.ownership import is_addressed_to, is_ours, never_submitted
 from orchestrator.controller.scheduler_snapshot import SchedulerSnapshot
 from orchestrator.errors import Fenced, NotFound, RegistryError, SlurmUnreachable
@@ -153,10 +154,20 @@ def _resume_refusal(run: Run, attempts: Sequence[Attempt], request: UserRequest)
 
 def _changes(actor: Actor, run: Run, request: UserRequest) -> dict[str, Any]:
     changes: dict[str, Any] = {"identity": run.identity | request.args.get("identity", {})}
+    if run.predecessor and _ended_badly(actor, run.predecessor):
+        changes["predecessor"] = ""
     if (digest := request.args.get("config")) is not None:
         config = stored_config(actor.store, digest)
         changes |= {"config_digest": digest, "total_steps": 0 if config.get("command") else config["train"]["steps"]}
     return changes
+
+
+def _ended_badly(actor: Actor, name: str) -> bool:
+    """Return whether a run that another one waits for will not succeed by itself."""
+    try:
+        return actor.store.named_run(name).state in ENDED_BADLY
+    except NotFound:
+        return True
 
 
 def _release(actor: Actor, run: Run, request: UserRequest) -> bool:

@@ -27,10 +27,11 @@ _TESTED_AT = f"({_SAVED_AT}), {{0}}.step, {{0}}.ended_at"
 _NEWEST = f"""
 SELECT run.name AS run, run.state, run.reason, run.cluster, run.run_dir, run.config_digest, run.step,
     run.total_steps, run.loss, run.created_at, run.updated_at, run.not_before, run.scheduler,
-    run.tags, run.notified, run.removal,
+    run.tags, run.notified, run.removal, run.predecessor AS after, run.sweep,
     (SELECT count(*) FROM attempts WHERE attempts.run = run.name) AS attempts,
     (SELECT count(*) FROM generations WHERE generations.run = run.name) AS generations,
     attempt.number AS attempt, attempt.job_id, attempt.job_state, attempt.nodes, attempt.failure,
+    attempt.expected_start AS start_at, attempt.expected_at AS start_noted_at,
     saved.step AS saved_step, saved.trust AS saved_trust, saved.committed_at AS saved_at,
     saved.path AS saved_path,
     tested.step AS tested_step, tested.layout AS tested_layout, tested.verdict AS tested_verdict,
@@ -63,6 +64,7 @@ LEFT JOIN restore_tests AS bad ON bad.rowid = (
 ORDER BY run.id DESC
 """
 _TAGGED = "EXISTS (SELECT 1 FROM json_each(runs.tags) WHERE value = ?)"
+_IN_SWEEP = "json_extract(runs.sweep, '$.name') = ?"
 _NO_TEST = "NOT EXISTS (SELECT 1 FROM restore_tests WHERE restore_tests.test = runs.name)"
 
 
@@ -73,14 +75,16 @@ def newest(
     *,
     tests: bool = False,
     tags: Iterable[str] = (),
+    sweep: str = "",
 ) -> list[dict[str, Any]]:
     """Return the fields of `orchestrator.run_view.RunView` for the newest runs.
 
-    `tests`: include restore tests. `tags`: only runs with all of these tags.
+    `tests`: include restore tests. `tags`: only runs with all of these tags. `sweep`: only runs of this sweep.
     """
     where, wanted = _among("state", states)
-    tagged = list(tags)
-    return _newest(path, limit, [*where, *([] if tests else [_NO_TEST]), *[_TAGGED] * len(tagged)], [*wanted, *tagged])
+    tagged, named = list(tags), [sweep] if sweep else []
+    conditions = [*([] if tests else [_NO_TEST]), *[_TAGGED] * len(tagged), *[_IN_SWEEP] * len(named)]
+    return _newest(path, limit, [*where, *conditions], [*wanted, *tagged, *named])
 
 
 def runs_by_name(path: Path, names: Iterable[str]) -> list[dict[str, Any]]:
@@ -119,6 +123,12 @@ def tag_names(path: Path) -> list[str]:
     """Return every tag in use."""
     query = "SELECT DISTINCT value FROM runs, json_each(runs.tags) ORDER BY value"
     return [row["value"] for row in _rows(path, query, ())]
+
+
+def sweep_names(path: Path) -> list[str]:
+    """Return the name of every sweep, newest first."""
+    names = "SELECT json_extract(sweep, '$.name') AS name FROM runs WHERE sweep <> '{}'"
+    return [row["name"] for row in _rows(path, f"{names} GROUP BY name ORDER BY max(id) DESC", ())]
 
 
 def node_names(path: Path) -> list[str]:
@@ -178,6 +188,7 @@ def _answer(row: sqlite3.Row) -> dict[str, Any]:
     answer["slurm_cluster"] = None if traits(answer["cluster"]).simulated_nodes else answer["scheduler"] or None
     answer["nodes"] = json.loads(answer["nodes"] or "[]")
     answer["tags"], answer["notified"] = json.loads(answer["tags"]), json.loads(answer["notified"])
+    answer["sweep"] = json.loads(answer["sweep"])
     answer["loss"] = None if answer["loss"] is None else number(answer["loss"])
     return answer
 

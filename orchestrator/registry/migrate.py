@@ -25,7 +25,14 @@ _CREATION = (
     WHEN EXISTS (SELECT 1 FROM configs WHERE digest = NEW.digest AND data IS NOT NEW.data)
     BEGIN SELECT RAISE(ABORT, 'a config is never changed: runs point at it'); END""",
 )
-MIGRATIONS: Mapping[str, tuple[str, ...]] = {}
+MIGRATIONS: Mapping[str, tuple[str, ...]] = {
+    "0011": (
+        "ALTER TABLE runs ADD COLUMN predecessor TEXT DEFAULT '' NOT NULL",
+        "ALTER TABLE runs ADD COLUMN sweep TEXT DEFAULT '{}' NOT NULL",
+        "ALTER TABLE attempts ADD COLUMN expected_start FLOAT",
+        "ALTER TABLE attempts ADD COLUMN expected_at FLOAT",
+    ),
+}
 """Statements that upgrade a registry to each version after the first release, oldest first."""
 
 

@@ -36,6 +36,7 @@ _RUNS, _TESTS = TABLES[Run].c, TABLES[RestoreTest].c
 _ATTEMPTS, _GENERATIONS, _NOTICES = TABLES[Attempt].c, TABLES[Generation].c, TABLES[Notice].c
 _SINCE: BindParameter[Any] = bindparam("since")
 _IN_STATES = is_among(_RUNS.state, "states")
+_IN_SWEEP = func.json_extract(_RUNS.sweep, "$.name") == bindparam("sweep")
 _LIVED = _ATTEMPTS.started_at.is_not(None) & (_ATTEMPTS.ended_at.is_(None) | (_ATTEMPTS.ended_at >= _SINCE))
 _FAILED = _GENERATIONS.failure.is_not(None) & (_GENERATIONS.started_at >= _SINCE)
 _NOTED = is_among(_NOTICES.kind, "kinds") & (_NOTICES.time >= _SINCE)
@@ -73,6 +74,10 @@ class Reads(StoreOperations):
         if states is None:
             return self.database.find(Run, limit=limit)
         return self.database.find(Run, _IN_STATES, values={"states": sorted(states)}, limit=limit)
+
+    def sweep_runs(self, name: str) -> list[Run]:
+        """Return the runs of a sweep, newest first; no runs for an empty name."""
+        return self.database.find(Run, _IN_SWEEP, values={"sweep": name}) if name else []
 
     def attempts(self, run: str) -> list[Attempt]:
         """Return the attempts of a run, oldest first."""

@@ -29,11 +29,28 @@ class Run:
     tags: tuple[str, ...] = ()  # user-defined, sorted
     notified: dict[str, Any] = field(default_factory=dict)  # notifications.delivery.NotificationState
     removal: str = ""  # progress of `orch rm` (orchestrator/registry/user_writes.py)
+    predecessor: str = ""  # run that must succeed before this one starts (`orch submit --after`)
+    sweep: dict[str, Any] = field(default_factory=dict)  # SweepMember as JSON; empty: not part of a sweep
 
     @property
     def domain(self) -> str:
         """Namespace of its nodes, because two clusters may have nodes with the same name."""
         return self.scheduler or self.cluster
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepMember:
+    """A run's place in a sweep: the values that it varies, as typed, and how many unfinished runs there may be."""
+
+    name: str
+    limit: int
+    point: dict[str, str]
+    base: str  # digest of the configuration without the varied keys and the name
+
+    @classmethod
+    def from_run(cls, run: Run) -> "SweepMember | None":
+        """Return the run's place in its sweep, or None for a run outside any sweep."""
+        return cls(**run.sweep) if run.sweep else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +65,8 @@ class NewRun:
     identity: dict[str, Any]
     scheduler: str = ""  # as in Run
     tags: tuple[str, ...] = ()
+    predecessor: str = ""  # as in Run
+    sweep: dict[str, Any] = field(default_factory=dict)  # as in Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +106,8 @@ class Attempt:
     decision: dict[str, Any] | None = None  # {action, reason}
     scheduler: str = ""  # the run's scheduler at the start of this attempt
     config_digest: str = ""  # the run's config then; for a smaller attempt, the config derived from it
+    expected_start: float | None = None  # Slurm's last estimate of a waiting job's start, made at `expected_at`
+    expected_at: float | None = None
     smaller_world: dict[str, Any] | None = None  # {nodes, spare_nodes, of, of_spare_nodes, reason, base}, else None
 
     @property

@@ -63,13 +63,19 @@ class UserWrites(Reads):
         """Create a run `<slug>-<n>` (CREATED) with the intent of its first attempt.
 
         `n` is one more than the slug's highest number in this registry. Numbers whose folders already exist in the root
-        are skipped, so that a lost registry or a second user of the root never causes a duplicate name.
+        are skipped, so that a lost registry or a second user of the root never causes a duplicate name. Raises
+        Precondition if the sweep already has a run with the same values.
         """
+        for run in self.sweep_runs(new.sweep.get("name", "")):
+            if run.sweep["point"] == new.sweep["point"]:
+                what = f"{run.name} already has these values in the sweep {new.sweep['name']}"
+                raise Precondition(what, where=run.name, hint=f"orch status --sweep {new.sweep['name']}")
         name = self.free_name(new.slug, new.root)
         run = Run(
             name=name, state=RunState.CREATED, reason="", cluster=new.cluster, run_dir=str(new.root / name),
             config_digest=new.config_digest, total_steps=new.total_steps, created_at=now, updated_at=now,
-            identity=new.identity, scheduler=new.scheduler, tags=new.tags,
+            identity=new.identity, scheduler=new.scheduler, tags=new.tags, predecessor=new.predecessor,
+            sweep=new.sweep,
         )  # fmt: skip
         self.database.put(run)
         self.note_transition(name, "run", name, "", RunState.CREATED, "submitted", now)
@@ -83,6 +89,13 @@ class UserWrites(Reads):
         self.database.update(Run, {"tags": tags}, name=run)
         self.database.touch(run)  # its record contains the tags too
         return tags
+
+    @writes
+    def set_sweep_limit(self, name: str, limit: int) -> None:
+        """Change how many unfinished runs of a sweep there may be at once."""
+        for run in self.sweep_runs(name):
+            self.database.update(Run, {"sweep": {**run.sweep, "limit": limit}}, name=run.name)
+            self.database.touch(run.name)  # its record contains the limit too
 
     @writes
     def add_user_request(self, run: str, verb: str, args: dict[str, Any], now: float) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 from orchestrator.errors import RegistryError
 from orchestrator.registry import sqlite_errors
 
-OLDEST, HEAD = "0009", "0009"
+OLDEST, HEAD = "0009", "0011"
 """Oldest version that can be upgraded, and the version that this program reads."""
 
 

@@ -371,6 +371,8 @@ def salvage(folder: RunDir, run: dict[str, Any], now: float | None = None) -> Ru
         identity=run["identity"],
         scheduler=run.get("scheduler", "") or attempts[-1].scheduler,
         tags=tuple(run.get("tags", ())),
+        predecessor=run.get("predecessor", ""),
+        sweep=run.get("sweep") or {},
     )
     note = Transition(
         run=row.name, kind="run", subject=row.name, before="", after=state, reason=reason, time=row.updated_at

@@ -77,6 +77,7 @@ class Prepared:
 
     setup: tuple[str, ...]
     srun: tuple[str, ...]
+    python: str  # shell text that starts the interpreter, inside the container if there is one
     agent: str  # shell text that starts the agent; `start_arguments` follow
     own_interpreter: bool  # it is the interpreter that runs orch, so orch's packages have the same path
     mounted: bool  # orch's packages are mounted
@@ -109,8 +110,8 @@ def prepare(spec: JobSpec) -> Prepared:
     lines = tuple(line for line in setup if line.strip())
     start = f"-u {shlex.quote(built_in['agent'])} {spec.attempt}" if mounted else "-P -u -m trainer.agent.main"
     return Prepared(
-        setup=lines, srun=tuple(srun), agent=f"{python} {start}", own_interpreter=not chosen and not pythons,
-        mounted=mounted,
+        setup=lines, srun=tuple(srun), python=python, agent=f"{python} {start}",
+        own_interpreter=not chosen and not pythons, mounted=mounted,
     )  # fmt: skip
 
 
@@ -258,7 +259,8 @@ def start_arguments(run_dir: Path | str, submission: Path | str) -> str:
     return f"{shlex.quote(str(run_dir))} {shlex.quote(str(submission))}"
 
 
-def _provide_agent() -> None:
+def provide_mounted_agent() -> None:
+    """Create the folder that containers mount, if it is missing. Raises Precondition."""
     try:
         provide_agent()
     except OSError as error:
@@ -272,7 +274,7 @@ def own_folder(spec: JobSpec) -> Iterator[Path]:
     """Yield the submission folder under a name pinned to it. Raises Precondition if it is not private to this user."""
     try:
         if prepare(spec).mounted:
-            _provide_agent()
+            provide_mounted_agent()
         spec.submission.mkdir(mode=0o700, exist_ok=True)
         with pin_path_temporarily(spec.run_dir) as place:
             yield place / spec.submission.relative_to(spec.run_dir)

@@ -7,7 +7,7 @@ import socket
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, NoReturn
@@ -228,6 +228,10 @@ class RunOrigin:
     code: CodeRecord | None = None
     """Code record obtained by importing the workload."""
     tags: tuple[str, ...] = ()
+    predecessor: str = ""
+    """Run after whose success the run starts."""
+    sweep: dict[str, Any] = field(default_factory=dict)
+    """`SweepMember` as JSON."""
 
 
 def create_run(
@@ -275,6 +279,8 @@ def create_run(
         identity=given.redact(identity),
         scheduler=make_instance(kind)(),
         tags=origin.tags,
+        predecessor=origin.predecessor,
+        sweep=origin.sweep,
     )
     nonce = token_hex(4)
     with interrupts_held():

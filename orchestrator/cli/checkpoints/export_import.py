@@ -150,7 +150,7 @@ def import_(
     """
     from orchestrator.cli.runs.submit import launch
     from orchestrator.config.compose import compose  # imports omegaconf: only for verbs that read configurations
-    from orchestrator.submission.create_run import check_beginning
+    from orchestrator.submission.create_run import RunOrigin, check_beginning
 
     source = _find_weights(given)
 
@@ -172,7 +172,7 @@ def import_(
         )  # fmt: skip
         if staging is not None:
             begin = {key: brought[key] for key in ("checkpoint", "source", "step", "optimizer")}
-            launched = launch(screen, composed, cluster, no_controller=no_controller, imported=begin)
+            launched = launch(screen, composed, cluster, no_controller=no_controller, origin=RunOrigin(imported=begin))
     _show_import(screen, brought, launched)
 
 

@@ -12,7 +12,7 @@ import click
 
 from orchestrator.cli.access.run_folder import existing_folder
 from orchestrator.cli.runs.run_reader import PROCESS_STATES, EventFeed, StepLine, newest_heartbeat, newest_ranks
-from orchestrator.cli.runs.status import warn_without_controller
+from orchestrator.cli.runs.status import describe_start, warn_without_controller
 from orchestrator.cli.runs.timeline import EventDescriber
 from orchestrator.cli.runs.training_figures import describe_shares, loss_trend, step_seconds, time_shares
 from orchestrator.cli.terminal.argument_types import Seconds
@@ -37,7 +37,7 @@ STILL = 2.0
 TOP_JSON = """
 {run, state, step, total_steps, loss, tokens_per_s, attempt, generation, phase, silent_s, last_checkpoint, saved_step,
 world, ranks: [{rank, node, step, phase, age, state, ratio, ended}], events: [{time, text}], step_seconds, eta_s,
-loss_change, loss_steps}; for a command, step and age of a rank are null
+expected_start: {at, age_s, source} | null, loss_change, loss_steps}; for a command, step and age of a rank are null
 """
 
 
@@ -98,7 +98,8 @@ class LiveReading:
             "silent_s": self.silent_s, "last_checkpoint": self.last_checkpoint, "world": self.world,
             "ranks": [asdict(rank) for rank in self.ranks],
             "events": [{"time": iso(when), "text": text} for when, text in self.events],
-            "step_seconds": step_seconds(self.steps), "eta_s": view.eta_s, "loss_change": change, "loss_steps": steps,
+            "step_seconds": step_seconds(self.steps), "eta_s": view.eta_s, "expected_start": view.expected_start,
+            "loss_change": change, "loss_steps": steps,
         }  # fmt: skip
 
 
@@ -177,7 +178,7 @@ def top(screen: Screen, run: str, once: bool, every: float) -> None:
 
 def print_reading(screen: Screen, reading: LiveReading) -> None:
     """Print the lines about the run, its events and its ranks; a live display omits those that do not fit."""
-    for line in _head(reading):
+    for line in _head(screen, reading):
         screen.say(line)
     # These lines come before the ranks, because a live display is cut at the bottom of the terminal.
     lines = [f"{screen.when(when)}  {one_line(text)}" for when, text in reading.events]
@@ -211,9 +212,10 @@ def worst_ranks(ranks: Sequence[RankReading], most: int = WORST) -> Sequence[Ran
     return sorted(sorted(ranks, key=badness, reverse=True)[:most], key=lambda one: one.rank)
 
 
-def _head(reading: LiveReading) -> list[str]:
+def _head(screen: Screen, reading: LiveReading) -> list[str]:
     view, beat, latest = reading.view, reading.beat, reading.latest
     lines = [f"{view.run}  {view.state}" + (f"  {one_line(view.reason)}" if view.reason else "")]
+    lines += [f"expected start {start}"] if (start := describe_start(screen, view)) else []
     share = f" ({100 * reading.step // view.total_steps} %)" if view.total_steps else ""
     speed, mfu = latest.get("tokens_per_s"), latest.get("mfu")
     words = [f"step {progress(reading.step, view.total_steps, ' of ')}{share}", f"loss {decimal(reading.loss)}"]

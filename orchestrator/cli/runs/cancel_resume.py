@@ -36,16 +36,28 @@ QUIET = 2.0
 
 
 @click.command(cls=Verb)
-@click.argument("runs", metavar="RUN...", nargs=-1, required=True)
+@click.argument("runs", metavar="RUN...", nargs=-1)
+@click.option("--sweep", metavar="NAME", help="All runs of this sweep that have not ended.")
 @NO_CONTROLLER
 @click.pass_obj
-def cancel(screen: Screen, runs: tuple[str, ...], no_controller: bool) -> int:
+def cancel(screen: Screen, runs: tuple[str, ...], sweep: str | None, no_controller: bool) -> int:
     """Save a checkpoint, then stop the runs (`orch resume` continues them).
 
     RUN is a full name, or @last. The command starts a controller if none is alive, and waits up to 30 seconds for
     the answer. The exit code is 4 if the run has succeeded, or if it belongs to another cluster that has no live
     controller (the next controller there gets the request). It is 5 if Slurm does not answer; the request stands.
     """
+    if sweep is not None:
+        from orchestrator.cli.runs.sweep_table import find_sweep
+
+        unfinished = [view for view in find_sweep(sweep) if view.is_live or view.state == RunState.HELD]
+        # Those that have not started come first, so that none takes the place of one that ends.
+        runs += tuple(view.run for view in sorted(unfinished, key=lambda view: view.state != RunState.CREATED))
+        if not runs:
+            screen.answer("cancel", [], f"every run of the sweep {sweep} has ended")
+            return 0
+    if not runs:
+        raise ConfigError("no run is named", where="command line", hint="orch cancel RUN, or orch cancel --sweep NAME")
     return _request_each(screen, "cancel", runs, RunState.CANCELLED, no_controller)
 
 

@@ -24,6 +24,7 @@ from orchestrator.cli.runs.show_tables import (
     say_restore_tests,
 )
 from orchestrator.cli.runs.status import (
+    describe_start,
     say_last_lines,
     warn_of_bad_tests,
     warn_of_undelivered,
@@ -226,6 +227,9 @@ def _head(screen: Screen, run: Run, view: RunView, own_test: RestoreTest | None,
         "step": f"{progress(run.step, run.total_steps, ' of ')}   loss {decimal(view.loss)}",
         **describe_figures(figures_of_run(RunDir(Path(run.run_dir)))),
         **read_node_setup(RunDir(Path(run.run_dir))).describe(),
+        "starts": f"expected {start}" if (start := describe_start(screen, view)) else "",
+        "after": run.predecessor,
+        "sweep": " ".join([run.sweep["name"], *map("=".join, run.sweep["point"].items())]) if run.sweep else "",
         "created": f"{screen.when(run.created_at)}   updated {span(view.age_s)} ago",
         "tags": ", ".join(run.tags),
         "config": run.config_digest[:12],

@@ -45,8 +45,10 @@ _MOST_NAMED = 3
 STATUS_JSON = """
 list of {run, state, step, total_steps, loss, attempts, generations, job_id, cluster, slurm_cluster, nodes, tags,
 last_checkpoint: {step, trust, age_s} | null, restore_test: {step, layout, verdict, ended_at} | null, reason,
-updated_at, eta_s}; cluster is slurm or local; slurm_cluster is null for local runs and while it is unknown;
-restore_test is the newest finished one; eta_s is null while the run is not training or has just started
+updated_at, eta_s, expected_start: {at, age_s, source} | null, after, sweep: {name, limit, point, base} | null};
+cluster is slurm or local; slurm_cluster is null for local runs and while it is unknown;
+restore_test is the newest finished one; eta_s is null while the run is not training or has just started;
+expected_start is the scheduler's estimate for a waiting job; after is the run that must succeed first
 """
 
 
@@ -64,11 +66,12 @@ restore_test is the newest finished one; eta_s is null while the run is not trai
     "-t", "--tag", "tags", multiple=True, metavar="NAME",
     help="List only runs with this tag; if repeated, only runs with all of the tags.",
 )  # fmt: skip
+@click.option("--sweep", metavar="NAME", help="List the runs of this sweep with their values and validation.")
 @click.option("-w", "--watch", is_flag=True, help="Redraw every 2 seconds until Ctrl-C.")
 @click.pass_obj
 def status(
     screen: Screen, runs: tuple[str, ...], all_: bool, limit: int, states: tuple[RunState, ...], tags: tuple[str, ...],
-    watch: bool,
+    sweep: str | None, watch: bool,
 ) -> None:  # fmt: skip
     """List the newest runs: state, step, loss, last checkpoint, reason.
 
@@ -87,6 +90,10 @@ def status(
         if runs:
             named = [find_run(name) for name in dict.fromkeys(runs)]
             views = [view for view in named if (chosen is None or view.state in chosen) and {*tags} <= {*view.tags}]
+        elif sweep is not None:
+            from orchestrator.cli.runs.sweep_table import find_sweep  # reads the runs' files
+
+            views = find_sweep(sweep, chosen, tags)
         else:
             views = newest_runs(None if all_ else limit, chosen, tests=all_, tags=tags)
         if watch:
@@ -96,7 +103,7 @@ def status(
                 warn_of_missing(screen, view.run, view.run_dir)
             warn_of_lost_checkpoint(screen, view)
             warn_of_edited_config(screen, view)
-        _show(screen, views)
+        _show(screen, views, sweep)
         for view in views if runs else ():
             say_last_lines(screen, view)
         if not watch:
@@ -105,8 +112,13 @@ def status(
         time.sleep(2.0)
 
 
-def _show(screen: Screen, views: Sequence[RunView]) -> None:
+def _show(screen: Screen, views: Sequence[RunView], sweep: str | None) -> None:
     warn_without_controller(screen, views)
+    if sweep is not None:
+        from orchestrator.cli.runs.sweep_table import show_sweep
+
+        show_sweep(screen, sweep, views)
+        return
     if not screen.json:
         status_table(screen, views)
     warn_of_bad_tests(screen, views)
@@ -211,8 +223,12 @@ def warn_of_undelivered(screen: Screen, views: Sequence[RunView]) -> None:
 def status_table(screen: Screen, views: Sequence[RunView], *, aligned: bool = False) -> None:
     """Print the table of `orch status`."""
     several = len({view.slurm_cluster for view in views}) > 1
-    table = [*TABLE[:-1], SLURM_CLUSTER, TABLE[-1]] if several else TABLE
-    screen.table(table if screen.terminal or aligned else TSV, [_cells(view) for view in views], aligned=aligned)
+    more = [SLURM_CLUSTER] if several else []
+    more += [STARTS] if any(view.expected_start for view in views) else []
+    table = [*TABLE[:-1], *more, TABLE[-1]]
+    screen.table(
+        table if screen.terminal or aligned else TSV, [_cells(screen, view) for view in views], aligned=aligned
+    )
 
 
 def say_last_lines(screen: Screen, view: RunView) -> None:
@@ -225,7 +241,15 @@ def say_last_lines(screen: Screen, view: RunView) -> None:
         say(f"  {plain(str(line))}")
 
 
-def _cells(view: RunView) -> dict[str, Any]:
+def describe_start(screen: Screen, view: RunView) -> str:
+    """Return the scheduler's estimate of a waiting job's start, with its age; empty without a current one."""
+    start = view.expected_start
+    if start is None or view.start_at is None:
+        return ""
+    return f"{screen.when(view.start_at)} ({start['source']}, {span(start['age_s'])} ago)"
+
+
+def _cells(screen: Screen, view: RunView) -> dict[str, Any]:
     last = view.last_checkpoint or {}
     return {
         **vars(view),
@@ -240,6 +264,7 @@ def _cells(view: RunView) -> dict[str, Any]:
         "updated": iso(view.updated_at),
         "age_s": view.age_s,
         "eta_s": view.eta_s,
+        "starts": describe_start(screen, view),
     }
 
 
@@ -265,6 +290,8 @@ _TSV_KEYS = {
     "slurm_cluster": "SLURM_CLUSTER", "tags": "TAGS", "eta_s": "ETA_S",
 }  # fmt: skip
 TSV = [Column(title, key) for key, title in _TSV_KEYS.items()]
+STARTS = Column("EXPECTED START", "starts", drop_order=9)
+"""Column shown if the scheduler has estimated when a waiting job starts."""
 SLURM_CLUSTER = Column("CLUSTER", "slurm_cluster", lambda name: name or "local", drop_order=9)
 """Column shown if the runs are on several clusters."""
 

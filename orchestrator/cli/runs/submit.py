@@ -5,8 +5,9 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,10 +23,14 @@ from orchestrator.cli.terminal.render import Screen
 from orchestrator.config.redaction import redact_config, redacted_origins
 from orchestrator.errors import ConfigError, Precondition, SlurmUnreachable, SubmitRejected
 from orchestrator.home import registry_path
-from orchestrator.registry.records import Run
+from orchestrator.registry.records import Attempt, Run
 from orchestrator.run_view import RunView, find_run
 from orchestrator.scheduler.available_schedulers import FACTORIES
 from orchestrator.states import RunState
+
+if TYPE_CHECKING:
+    from orchestrator.submission.create_run import RunOrigin
+    from trainer.protocol.user_code.code_record import CodeRecord
 
 JOB_WITHIN = 30.0
 """Seconds that submit waits for the job id. The controller keeps trying afterwards."""
@@ -39,8 +44,8 @@ CHECK_CONTROLLER_EVERY = 3.0
 
 
 SUBMIT_JSON = """
-{run, attempt, job_id, cluster, run_dir, config_digest, tags}; job_id is null if there is none yet; with --wait also
-state, step, reason
+{run, attempt, job_id, cluster, run_dir, config_digest, tags, after}; job_id is null if there is none yet; with --wait
+also state, step, reason
 """
 
 
@@ -62,6 +67,7 @@ state, step, reason
 )  # fmt: skip
 @click.option("--print-config", is_flag=True, help="With --from-sbatch: print the configuration; write nothing.")
 @click.option("-y", "--yes", is_flag=True, help="With --from-sbatch: submit without asking.")
+@click.option("--after", metavar="RUN", help="Start when this run has succeeded; if it fails or is cancelled, hold.")
 @click.option("-t", "--tag", "tags", multiple=True, metavar="NAME", help="Tag the run; repeatable.")
 @click.option("-n", "--name", help="Name of the run; orch adds a number.")
 @click.option("--cluster", type=ClusterKind(), help="Where to run; overrides cluster.kind.")
@@ -79,8 +85,8 @@ state, step, reason
 @click.pass_obj
 def submit(
     screen: Screen, source: str | None, overrides: tuple[str, ...], begin: str | None, weights_only: bool,
-    tags: tuple[str, ...], name: str | None, cluster: str | None, wait_: bool, follow: bool, no_controller: bool,
-    dry_run: bool, print_sbatch: bool, from_sbatch: Path | None, print_config: bool, yes: bool,
+    after: str | None, tags: tuple[str, ...], name: str | None, cluster: str | None, wait_: bool, follow: bool,
+    no_controller: bool, dry_run: bool, print_sbatch: bool, from_sbatch: Path | None, print_config: bool, yes: bool,
 ) -> int:  # fmt: skip
     """Submit a run; orch restarts it until it is finished.
 
@@ -96,6 +102,7 @@ def submit(
     the exit code is the run's: 8 failed or held, 10 cancelled.
     """
     from orchestrator.config.layers import is_override  # imports yaml, needed only to read configurations
+    from orchestrator.submission.create_run import RunOrigin
 
     screen.if_interrupted = lambda: "interrupted: no run was created"
     tags = check_tags(tags)
@@ -108,6 +115,7 @@ def submit(
     if weights_only and begin is None:
         raise ConfigError("--weights-only needs a checkpoint", where="command line", hint="add --from RUN@STEP")
     only_look = dry_run or print_sbatch
+    predecessor = find_predecessor(after) if after is not None else ""
     if from_sbatch is None and (print_config or yes):
         what = f"{'--print-config' if print_config else '-y'} is only for --from-sbatch"
         raise ConfigError(what, where="command line", hint="leave it out, or add --from-sbatch SCRIPT")
@@ -125,7 +133,8 @@ def submit(
         if only_look:
             preview(screen, composed, cluster, only_script=print_sbatch and not dry_run)
             return 0
-        launched = launch(screen, composed, cluster, no_controller=no_controller, imported=imported, tags=tags)
+        origin = RunOrigin(imported=imported, tags=tags, predecessor=predecessor)
+        launched = launch(screen, composed, cluster, no_controller=no_controller, origin=origin)
     is_waiting = wait_ or follow
     if not (is_waiting and screen.json):
         _print_launched(screen, launched)
@@ -171,46 +180,73 @@ def _beginning(
     yield composed, None
 
 
+def find_predecessor(name: str) -> str:
+    """Return the full name of a run after which another one may start. Raises Precondition if it never would."""
+    view = find_run(name)
+    if view.state in (RunState.FAILED, RunState.CANCELLED) or view.removal:
+        what = f"--after {view.run}: it is {'being removed' if view.removal else view.state}, so nothing would start"
+        raise Precondition(what, where=view.reason, hint=view.after_end)
+    return view.run
+
+
 def launch(
-    screen: Screen, composed: Any, cluster: str | None, *, no_controller: bool,
-    imported: dict[str, Any] | None = None, tags: tuple[str, ...] = (),
-) -> dict[str, Any]:  # fmt: skip
-    """Record the run, ensure that a controller launches it, and wait for its job; return the data of `orch submit`."""
+    screen: Screen, composed: Any, cluster: str | None, *, no_controller: bool, origin: "RunOrigin | None" = None
+) -> dict[str, Any]:
+    """Record the run, ensure that a controller launches it, and wait for its job; return the data of `orch submit`.
+
+    A run that waits for another one has no job yet.
+    """
     from orchestrator.scheduler.available_schedulers import resolve
-    from orchestrator.submission import create_run as launching
-    from orchestrator.submission import user_code
+    from orchestrator.submission.create_run import RunOrigin
+
+    kind = resolve(cluster or composed.config.cluster.kind)
+    if not no_controller:
+        compare_with_controller(screen, kind)
+    code = check(screen, composed, kind)
+    run, attempt = record(screen, composed, cluster, replace(origin or RunOrigin(), code=code))
+    if not no_controller:
+        start_controller(run)
+    waits = bool(run.predecessor) and find_run(run.predecessor).state != RunState.SUCCEEDED
+    view = find_run(run.name)
+    if not waits:
+        view, silent = _await_job(screen, run.name, run.cluster, no_controller=no_controller)
+        if view.job_id is None:
+            _explain_missing_job(screen, run, view, silent)
+    return {
+        "run": run.name, "attempt": attempt.number, "job_id": view.job_id, "cluster": run.cluster,
+        "run_dir": run.run_dir, "config_digest": run.config_digest, "tags": list(run.tags),
+        "after": run.predecessor or None,
+    }  # fmt: skip
+
+
+def check(screen: Screen, composed: Any, kind: str) -> "CodeRecord | None":
+    """Check code, tiers and job before a run is recorded; return the imported code. Raises an OrchError."""
+    from orchestrator.submission import create_run, user_code
 
     screen.if_interrupted = lambda: "interrupted: no run was created"
+    user_code.check(composed.config)
+    tiers = create_run.checking_tiers(composed.config, os.environ)
+    with user_code.inspecting(composed.config, kind, os.environ) as finish_import, tiers as finish_tiers:
+        _ask_slurm(screen, composed, kind)
+        finish_tiers(screen.note)
+        return finish_import(screen.note, lambda words: screen.warn("workload_import", words))
+
+
+def record(screen: Screen, composed: Any, cluster: str | None, origin: "RunOrigin") -> "tuple[Run, Attempt]":
+    """Prepare the data and record a run that `check` has accepted."""
+    from orchestrator.submission.create_run import create_run
 
     def set_interrupt_message(run: Run) -> None:
         screen.if_interrupted = lambda: detach_message(run.name)
 
-    config, kind = composed.config, resolve(cluster or composed.config.cluster.kind)
-    if not no_controller:
-        compare_with_controller(screen, kind)
-    user_code.check(config)
-    tiers = launching.checking_tiers(config, os.environ)
-    with user_code.inspecting(config, kind, os.environ) as finish_import, tiers as finish_tiers:
-        _ask_slurm(screen, composed, kind)
-        finish_tiers(screen.note)
-        code = finish_import(screen.note, lambda words: screen.warn("workload_import", words))
     with open_store(create=True) as store, screen.bar("tokenizing") as meter:
-        run, attempt = launching.create_run(
+        return create_run(
             store, composed, cluster=cluster, now=time.time(), progress=meter, on_recorded=set_interrupt_message,
-            origin=launching.RunOrigin(imported=imported, code=code, tags=tags),
+            origin=origin,
         )  # fmt: skip
-    if not no_controller:
-        _start_controller(run)
-    view, silent = _await_job(screen, run.name, run.cluster, no_controller=no_controller)
-    if view.job_id is None:
-        _explain_missing_job(screen, run, view, silent)
-    return {
-        "run": run.name, "attempt": attempt.number, "job_id": view.job_id, "cluster": run.cluster,
-        "run_dir": run.run_dir, "config_digest": run.config_digest, "tags": list(tags),
-    }  # fmt: skip
 
 
-def _start_controller(run: Run) -> None:
+def start_controller(run: Run) -> None:
     from orchestrator.controller import service
 
     try:
@@ -286,6 +322,7 @@ def _await_job(screen: Screen, run: str, kind: str, *, no_controller: bool) -> t
 def _print_launched(screen: Screen, launched: dict[str, Any]) -> None:
     run, digest = launched["run"], launched["config_digest"][:12]
     job = f"job {launched['job_id']}" if launched["job_id"] else "no job yet"
+    job = f"starts after {launched['after']}" if launched["after"] and not launched["job_id"] else job
     note = f"  status   orch status {run}\n  logs     orch logs {run} -f\n  wait     orch wait {run} --follow\n"
     note += f"  cancel   orch cancel {run}\n  folder   {launched['run_dir']}"
     screen.answer("submit", launched, f"{run} submitted ({launched['cluster']}, {job}, config {digest})", note=note)

@@ -124,6 +124,17 @@ def _placement(resources: Resources) -> dict[str, Any]:
     return chosen
 
 
+def allocation_words(spec: JobSpec) -> tuple[str, ...]:
+    """Return the words of salloc for nodes like the job's, without the command to run. Raises ConfigError."""
+    resources = spec.resources
+    options = {
+        "job-name": check_field("name", spec.name, "name"), "nodes": resources.nodes, "ntasks-per-node": 1,
+        "cpus-per-task": resources.cpus_per_task, "time": minutes("cluster.time", resources.time),
+        **_placement(resources), **check_options(resources.sbatch),
+    }  # fmt: skip
+    return "salloc", *(f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items())
+
+
 def _fixed_options(spec: JobSpec) -> dict[str, Any]:
     """Return options that no configuration may change: the submission protocol and spare nodes depend on them."""
     return {

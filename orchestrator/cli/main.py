@@ -17,7 +17,7 @@ from orchestrator.errors import ConfigError, NotFound, OrchError, Precondition
 
 VERBS = {
     "submit": ("runs.submit:submit", "Submit a run; orch restarts it until it is finished."),
-    "sweep": ("runs.sweep:sweep", "Submit a run for each combination of values, a few at once."),
+    "sweep": ("runs.sweep:sweep", "Submit a run for each combination of values; a few train at once."),
     "debug": ("runs.debug:debug", "Allocate one or two nodes as a run would, and open a shell."),
     "status": ("runs.status:status", "List the newest runs: state, step, loss, checkpoint, reason."),
     "show": ("runs.show:show", "Show one run in full: attempts, decisions, checkpoints, code."),

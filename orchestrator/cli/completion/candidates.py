@@ -184,6 +184,7 @@ def _configs_and_runs(context: click.Context, incomplete: str) -> Iterator[Item]
 _SOURCES: dict[str, Source] = {
     "run": _runs, "runs": _runs, "target": _checkpoints, "begin": _checkpoints, "source": _configs, "preset": _configs,
     "overrides": _keys, "tags": _words(lambda: fast_queries.tag_names(registry_path())),
+    "sweep": _words(lambda: fast_queries.sweep_names(registry_path())), "after": _runs,
     "names": _words(lambda: fast_queries.node_names(registry_path())),
     "paths": lambda context, incomplete: [CompletionItem(incomplete, type=FILE)], "accept": _acceptable_keys,
     "resume words": _runs_and_keys, "drill words": _drill, "demo words": _keys, "tag words": _signed_tags,

@@ -25,7 +25,7 @@ from trainer.protocol.config_sections.scheduler_kinds import traits
 @click.option("--rank", type=click.IntRange(0), metavar="N", help="The node of this rank.")
 @click.pass_obj
 def shell(screen: Screen, run: str, command: tuple[str, ...], node: int | None, rank: int | None) -> None:
-    """Open a shell on a node of a live job, or run COMMAND there.
+    """Open a shell on a node of a live job, or run a command there.
 
     It has the environment of the run's ranks: templates, `env`, secrets, working folder and container. On Slurm it is
     an additional step of the job (`srun --overlap`), which ends with the job; pyxis creates a second container from

@@ -35,9 +35,16 @@ QUIET = 2.0
 """Seconds to wait before the command shows a message."""
 
 
+def _require_a_run(context: click.Context, parameter: click.Parameter, runs: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the runs. Raises MissingParameter without any, unless a sweep is named."""
+    if not runs and context.params.get("sweep") is None and not context.resilient_parsing:
+        raise click.MissingParameter(ctx=context, param=parameter)
+    return runs
+
+
 @click.command(cls=Verb)
-@click.argument("runs", metavar="RUN...", nargs=-1)
-@click.option("--sweep", metavar="NAME", help="All runs of this sweep that have not ended.")
+@click.argument("runs", metavar="RUN...", nargs=-1, callback=_require_a_run)
+@click.option("--sweep", metavar="NAME", is_eager=True, help="All runs of this sweep that have not ended.")
 @NO_CONTROLLER
 @click.pass_obj
 def cancel(screen: Screen, runs: tuple[str, ...], sweep: str | None, no_controller: bool) -> int:
@@ -56,8 +63,6 @@ def cancel(screen: Screen, runs: tuple[str, ...], sweep: str | None, no_controll
         if not runs:
             screen.answer("cancel", [], f"every run of the sweep {sweep} has ended")
             return 0
-    if not runs:
-        raise ConfigError("no run is named", where="command line", hint="orch cancel RUN, or orch cancel --sweep NAME")
     return _request_each(screen, "cancel", runs, RunState.CANCELLED, no_controller)
 
 

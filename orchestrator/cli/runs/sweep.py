@@ -60,7 +60,7 @@ def sweep(
     screen: Screen, source: str, overrides: tuple[str, ...], axes: tuple[str, ...], limit: int, draws: int | None,
     seed: int, name: str | None, tags: tuple[str, ...], cluster: str | None, dry_run: bool,
 ) -> None:  # fmt: skip
-    """Submit one run for each combination of values, and let the controller start at most --max of them at once.
+    """Submit a run for each combination of values; the controller starts at most --max of them at once.
 
     `orch sweep tiny-gpt -p optimizer.lr=1e-3,3e-3 -p train.seed=1:3 --max 2`. Every configuration is checked before
     the first run is recorded. The runs are ordinary ones: each is restarted until it has finished, and the next one

@@ -48,6 +48,7 @@ def test_one_answer_has_all_that_status_shows(desk: Desk) -> None:
         "nodes": ["b", "c"], "checkpoint": {"step": 20, "trust": "COMMITTED", "committed_at": 20.0},
         "failure": None, "restore_test": None, "bad_test": None, "test_of": None,
         "tags": [], "notified": {}, "removal": "", "speed_since": {"step": 0, "at": 1.0, "saved": False},
+        "after": "", "sweep": {}, "start_at": None, "start_noted_at": None,
     }  # fmt: skip
 
 

@@ -127,7 +127,7 @@ def test_speed_and_trend_have_a_line(orch: Type, seeds: Seeds) -> None:
     lines = [{**own, "step": step, "loss": 4.0 - step / 100, "time": now - 121 + step} for step in range(100, 122)]
     place.write_text("".join(dump_line(line) + "\n" for line in lines))
     data = orch("top", run, "--json").data
-    assert list(data)[-4:] == ["step_seconds", "eta_s", "loss_change", "loss_steps"]
+    assert list(data)[-5:] == ["step_seconds", "eta_s", "expected_start", "loss_change", "loss_steps"]
     assert (data["step_seconds"], data["loss_steps"]) == (0.5, 21)
     assert data["loss_change"] == pytest.approx(-0.21)
     assert data["eta_s"] is None, "the registry knows no speed yet"

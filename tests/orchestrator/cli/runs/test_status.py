@@ -22,7 +22,7 @@ from trainer.protocol.restore_test import Outcome
 STATUS_KEYS = [
     "run", "state", "step", "total_steps", "loss", "attempts", "generations", "job_id", "cluster", "nodes",
     "last_checkpoint", "reason", "updated_at", "last_lines", "slurm_cluster", "restore_test",
-    "tags", "eta_s",
+    "tags", "eta_s", "expected_start", "after", "sweep",
 ]  # fmt: skip
 ATTEMPT_KEYS = [
     "attempt", "state", "job_id", "nodes", "excluded", "started_at", "ended_at", "resumed_from", "last_step",
@@ -47,7 +47,7 @@ def test_status_json_has_the_promised_shape(orch: Type, seeds: Seeds) -> None:
         "run": "tiny-1", "state": "RUNNING", "step": 120, "total_steps": 200, "loss": 2.5, "attempts": 1,
         "generations": 2, "job_id": "41", "cluster": "local", "nodes": ["n1", "n2"],
         "last_checkpoint": {"step": 100, "trust": "VERIFIED"}, "reason": "", "last_lines": [], "slurm_cluster": None,
-        "restore_test": None, "tags": [], "eta_s": None,
+        "restore_test": None, "tags": [], "eta_s": None, "expected_start": None, "after": None, "sweep": None,
     }  # fmt: skip
 
 

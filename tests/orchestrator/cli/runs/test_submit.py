@@ -66,12 +66,12 @@ def test_json_shape(orch: Type, submit: Submit, service: Service, tmp_path: Path
     assert done.code == 0, done.err
     assert done.answer["schema"] == "orch.submit/1"
     data = done.data
-    assert list(data) == ["run", "attempt", "job_id", "cluster", "run_dir", "config_digest", "tags"]
+    assert list(data) == ["run", "attempt", "job_id", "cluster", "run_dir", "config_digest", "tags", "after"]
     digest = data.pop("config_digest")
     assert len(digest) == 64
     assert data == {
         "run": "mine-1", "attempt": 1, "job_id": "41", "cluster": "local", "run_dir": str(tmp_path / "runs" / "mine-1"),
-        "tags": ["a", "b"],
+        "tags": ["a", "b"], "after": None,
     }  # fmt: skip
     assert orch("status", "mine-1", "--json").data[0]["tags"] == ["a", "b"]
     assert service.knocks == ["ensure_running"]

@@ -116,4 +116,5 @@ def test_unknown_sweeps_and_nothing_to_cancel(sweep: Sweep, orch: Type) -> None:
     said = orch("status", "--sweep", "tiny-gtp")
     assert (said.code, "did you mean tiny-gpt?" in said.err) == (3, True)
     assert orch("cancel", "--sweep", "other").code == 3
-    assert "orch cancel RUN, or orch cancel --sweep NAME" in orch("cancel").err
+    missing = orch("cancel")
+    assert (missing.code, "Missing argument 'RUN...'" in missing.err) == (2, True)

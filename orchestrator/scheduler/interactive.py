@@ -1,6 +1,7 @@
 """Command lines of interactive processes that have a job's environment, for `orch shell` and `orch debug`."""
 
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ SHELL = ("bash", "--norc")
 """The user's .bashrc might put another interpreter first."""
 _RUNNER = "env"
 """Program that takes the interpreter's place in the templates, and runs the words after it."""
+_CREATION = re.compile(r"(?<=^--container-name=)([^:]*):create$")
 _TERMINAL = ("TERM", "COLORTERM")
 
 
@@ -89,7 +91,9 @@ def _prepare(spec: JobSpec) -> Prepared:
     prepared = prepare(replace(spec, python=_RUNNER))
     if prepared.mounted:
         provide_mounted_agent()
-    return prepared
+    # A second container must not overwrite the image that the job's own one is saved to, nor create the same name.
+    srun = (_CREATION.sub(r"\1", option) for option in prepared.srun if not option.startswith("--container-save="))
+    return replace(prepared, srun=tuple(srun))
 
 
 def _start(python: str, command: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ from orchestrator.cli.config import OVERRIDES, SOURCE, compose_config
 from orchestrator.cli.live_jobs.shell import is_interactive, replace_process
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
+from orchestrator.home import make_state_home
 from trainer.protocol.config_sections.scheduler_kinds import traits
 
 MINUTES = "30"
@@ -44,9 +45,10 @@ def debug(screen: Screen, source: str, overrides: tuple[str, ...], nodes: int, l
     secrets = separate_secrets(composed, os.environ).secrets.values
     secrets |= read_list(Path(config.secrets_file)) if config.secrets_file else {}
     job = first_job(config, kind)
-    folder = os.getcwd()
+    folder, files = os.getcwd(), make_state_home() / "debug"  # templates may write files there
+    files.mkdir(mode=0o700, exist_ok=True)
     spec = replace(
-        job, name=f"debug-{config.name}", run_dir=Path(folder),
+        job, name=f"debug-{config.name}", run_dir=Path(folder), submission=files,
         resources=replace(job.resources, nodes=min(nodes, config.cluster.nodes), spares=0, time=limit),
     )  # fmt: skip
     environ = interactive.environment(spec, config.env, secrets, os.environ)

@@ -11,6 +11,12 @@ RECORD_EVERY = 240.0
 """Seconds after which an unchanged estimate is recorded again, so that its age shows that it still holds."""
 
 
+def changed_fields(attempt: Attempt, job: JobStatus, now: float) -> dict[str, Any]:
+    """Return the fields of an attempt that its job's look-up changes: the job's state and the expected start."""
+    changed = {} if job.state == attempt.job_state else {"job_state": job.state}
+    return changed | changed_estimate(attempt, job, now)
+
+
 def changed_estimate(attempt: Attempt, job: JobStatus, now: float) -> dict[str, Any]:
     """Return the attempt's fields for a new estimate; empty if nothing needs to be recorded.
 

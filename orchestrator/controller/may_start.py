@@ -1,12 +1,18 @@
-"""Runs that may not start yet: those after another run, and those of a sweep with enough unfinished runs. Pure."""
+"""Runs that may not start yet: those after another run, and those of a sweep with enough unfinished runs."""
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
+from orchestrator.controller.actor import Actor
+from orchestrator.controller.conclude import apply
 from orchestrator.controller.ownership import never_submitted
+from orchestrator.errors import NotFound
+from orchestrator.registry.reads import Reads
 from orchestrator.registry.records import Attempt, Run, SweepMember
 from orchestrator.states import RunState
+from trainer.protocol.failures.decision import Action, Decision
 
 ENDED_BADLY = frozenset({RunState.FAILED, RunState.CANCELLED})
 """States of a predecessor after which its successor would never start."""
@@ -67,3 +73,22 @@ def after_predecessor(run: Run, predecessors: Mapping[str, Run]) -> Wait | None:
     if before.state is not RunState.SUCCEEDED:
         return Wait(reason=f"waits until {before.name} has succeeded, which is {before.state}")
     return None
+
+
+def find_predecessors(store: Reads, runs: Sequence[Run]) -> dict[str, Run]:
+    """Return the runs after which others start, by name, without those that have been removed."""
+    found = {}
+    for name in {run.predecessor for run in runs if run.predecessor}:
+        with suppress(NotFound):
+            found[name] = store.named_run(name)
+    return found
+
+
+def record_wait(actor: Actor, run: Run, wait: Wait) -> bool:
+    """Record why a run does not start; return whether it is now held."""
+    if not wait.hold:
+        actor.note(run, wait.reason)
+        return False
+    apply(actor, run, Decision(action=Action.HOLD, reason=wait.reason), actor.clock.wall())
+    actor.record_action(f"{run.name} held: {wait.reason}")
+    return True

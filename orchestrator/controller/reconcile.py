@@ -14,9 +14,9 @@ from orchestrator import failpoints
 from orchestrator.controller import user_requests
 from orchestrator.controller.actor import SUBMIT_WITHIN, Actor, PoolSize, UsableNodes, training_notes
 from orchestrator.controller.collect_evidence import collect_evidence
-from orchestrator.controller.conclude import apply, conclude
-from orchestrator.controller.expected_start import changed_estimate
-from orchestrator.controller.may_start import Wait, waiting_runs
+from orchestrator.controller.conclude import conclude
+from orchestrator.controller.expected_start import changed_fields
+from orchestrator.controller.may_start import Wait, find_predecessors, record_wait, waiting_runs
 from orchestrator.controller.nodes_to_avoid import to_avoid
 from orchestrator.controller.ownership import Domain, never_submitted, sweep_orphans
 from orchestrator.controller.query_schedule import QuerySchedule, Signs
@@ -36,7 +36,7 @@ from orchestrator.controller.running_jobs import (
 )
 from orchestrator.controller.scheduler_snapshot import UNREACHABLE, Records, SchedulerSnapshot, changes, take_snapshot
 from orchestrator.controller.submission_limits import HOUR, unresolved_submissions
-from orchestrator.errors import Fenced, ForeignRun, NotFound, Precondition, RegistryError, SlurmUnreachable
+from orchestrator.errors import Fenced, ForeignRun, Precondition, RegistryError, SlurmUnreachable
 from orchestrator.observed_since import Clock, ObservedSince
 from orchestrator.recovery.classify_failure import LEAVING_LIMIT, Evidence, judge, judge_silence
 from orchestrator.registry.records import Attempt, Lease, Run, UserRequest
@@ -58,7 +58,6 @@ from orchestrator.scheduler.interface import (
 from orchestrator.scheduler.scheduler_instance import KEEP_FOR, Instance
 from orchestrator.scheduler.slurm.refusals import waiting_words
 from orchestrator.states import LIVE_ATTEMPTS, LIVE_RUNS, AttemptState, RunState
-from trainer.protocol.failures.decision import Action, Decision
 from trainer.protocol.failures.outcome import FailureKind
 from trainer.protocol.run_dir import RunDir
 
@@ -140,7 +139,7 @@ class Controller:
         self._cancels = user_requests.pending_cancels(self.store)
         runs = self.domain.runs_to_look_up(live)
         attempts = self.store.attempts_by_run(run.name for run in runs)
-        self._waits = waiting_runs(live, attempts, self._predecessors(runs), self._cancels)
+        self._waits = waiting_runs(live, attempts, find_predecessors(self.store, runs), self._cancels)
         records = self.domain.job_records(runs, attempts, self.clock.wall())
         snapshots = {
             kind: self._query_if_due(kind, runs, attempts, records) for kind in sorted({run.cluster for run in runs})
@@ -160,14 +159,6 @@ class Controller:
             unreachable=tuple(sorted(self._silent)),
             silence=tuple(words for _, words in sorted(self._silent.items())),
         )
-
-    def _predecessors(self, runs: list[Run]) -> dict[str, Run]:
-        """Return the runs after which others start, by name; without those that have been removed."""
-        found = {}
-        for name in {run.predecessor for run in runs if run.predecessor}:
-            with suppress(NotFound):
-                found[name] = self.store.named_run(name)
-        return found
 
     def news(self) -> tuple[object, ...]:
         """Return the state that is visible without a scheduler. If it changes, a pass is due."""
@@ -229,7 +220,6 @@ class Controller:
             strangers = [attempts[run.name][-1] for run in mine if not self.domain.has(run)]
             wanted += [attempt.job_id for attempt in strangers if attempt.job_id is not None]
         self.actor.renew_lease_if_due()
-
         waiting = {run.name for run in mine if run.not_before > self.clock.wall()} - set(self._cancels)
 
         def needs_search(attempt: Attempt, seen: SchedulerSnapshot) -> bool:
@@ -308,7 +298,7 @@ class Controller:
     def _serve_from_files(self, run: Run, attempts: tuple[Attempt, ...]) -> bool:
         """Ingest what a run's job has written, without its scheduler; return whether there was anything new."""
         if (wait := self._waits.get(run.name)) is not None and self.domain.has(run):
-            return self._wait(run, wait)
+            return record_wait(self.actor, run, wait)
         view = self._view(run, attempts)
         if view.last.state not in HAS_JOB or not self.domain.has(run) or self._is_hidden(view):
             return False
@@ -346,7 +336,7 @@ class Controller:
         # This comes first because a run whose folder cannot be created must still be cancellable.
         if view.cancel is not None:
             if user_requests.cancel_intent(self.actor, view, snapshot):
-                self._end_cancelled(view)
+                user_requests.end_cancelled(self.actor, view)
             return True
         if never_submitted(view.attempts):
             data = stored_config(self.store, view.attempts[0].config_digest or view.run.config_digest)
@@ -355,7 +345,7 @@ class Controller:
             return False
         if view.last.submitted_at is None:
             if (wait := self._waits.get(view.run.name)) is not None:
-                return self._wait(view.run, wait)
+                return record_wait(self.actor, view.run, wait)
             self._refuse_other_registry(view)
             if wait_for_room(self.actor, view):
                 return False
@@ -364,15 +354,6 @@ class Controller:
         if failure is not None:
             conclude(self.actor, view, (AttemptState.ENDED, failure.reason, failure), self.rng)
         return False
-
-    def _wait(self, run: Run, wait: Wait) -> bool:
-        """Record why a run does not start; return whether it is held, because only a person can change that."""
-        if not wait.hold:
-            self.actor.note(run, wait.reason)
-            return False
-        apply(self.actor, run, Decision(action=Action.HOLD, reason=wait.reason), self.clock.wall())
-        self.actor.record_action(f"{run.name} held: {wait.reason}")
-        return True
 
     def _is_hidden(self, view: ControlledRun) -> bool:
         """Return whether a submitted run's folder is invisible; its state is then unknown, and it is never recreated.
@@ -389,12 +370,6 @@ class Controller:
 
     def _refuse_other_registry(self, view: ControlledRun) -> None:
         self.actor.in_folder(view.folder, lambda: refuse_other_registry(view.run, view.attempts, self.store.path))
-
-    def _end_cancelled(self, view: ControlledRun) -> None:
-        last, stamp, why = view.last, self.actor.stamp(), "cancelled before it was submitted"
-        self.store.move_attempt(last.run, last.number, AttemptState.ENDED, why, **stamp, ended_at=stamp["now"])
-        self.actor.fence(view.attempt_dir)
-        user_requests.mark_cancelled(self.actor, view)
 
     def _follow(self, view: ControlledRun, snapshot: SchedulerSnapshot) -> bool:
         if self._is_hidden(view):
@@ -447,11 +422,8 @@ class Controller:
 
             self.store.together(running)
             self.actor.record_action(f"{run.name}/{attempt.number}: {reason}")
-        else:
-            changed = {"job_state": job.state} if job.state != attempt.job_state else {}
-            changed |= changed_estimate(attempt, job, self.clock.wall())
-            if changed:
-                self.store.note_attempt(run.name, attempt.number, epoch=self.actor.epoch, **changed)
+        elif changed := changed_fields(attempt, job, self.clock.wall()):
+            self.store.note_attempt(run.name, attempt.number, epoch=self.actor.epoch, **changed)
         _, silence = judge_silence(evidence, view.config.detection.hang.heartbeat)
         spec = job_spec(run, attempt, view.config)
         reason_for = self.actor.observed.age(f"reason:{run.name}/{attempt.number}", job.reason)

@@ -265,6 +265,14 @@ def cancel_intent(actor: Actor, view: ControlledRun, snapshot: SchedulerSnapshot
     return False
 
 
+def end_cancelled(actor: Actor, view: ControlledRun) -> None:
+    """End the attempt of a cancelled run that certainly has no job."""
+    last, stamp, why = view.last, actor.stamp(), "cancelled before it was submitted"
+    actor.store.move_attempt(last.run, last.number, AttemptState.ENDED, why, **stamp, ended_at=stamp["now"])
+    actor.fence(view.attempt_dir)
+    mark_cancelled(actor, view)
+
+
 def pending_cancels(store: Reads) -> dict[str, UserRequest]:
     """Return the oldest unanswered request to cancel each run."""
     return {one.run: one for one in reversed(store.user_requests()) if one.verb == "cancel"}

@@ -271,17 +271,10 @@ def create_run(
     identity |= {"host": socket.gethostname()} | ({} if origin.imported is None else {"imported": origin.imported})
     digest = store.put_config(data)
     new = NewRun(
-        slug=config.name,
-        cluster=kind,
-        root=root,
-        config_digest=digest,
-        total_steps=0 if config.command else config.train.steps,
-        identity=given.redact(identity),
-        scheduler=make_instance(kind)(),
-        tags=origin.tags,
-        predecessor=origin.predecessor,
-        sweep=origin.sweep,
-    )
+        slug=config.name, cluster=kind, root=root, config_digest=digest,
+        total_steps=0 if config.command else config.train.steps, identity=given.redact(identity),
+        scheduler=make_instance(kind)(), tags=origin.tags, predecessor=origin.predecessor, sweep=origin.sweep,
+    )  # fmt: skip
     nonce = token_hex(4)
     with interrupts_held():
         with staged_secrets.stage_secrets(root, nonce, given.secrets):

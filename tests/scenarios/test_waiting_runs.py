@@ -57,6 +57,18 @@ def test_a_run_after_a_cancelled_one_is_held_until_it_is_resumed(tmp_path: Path,
     assert world.run.state is (RunState.SUCCEEDED if again else RunState.CANCELLED)
 
 
+def test_waiting_runs_need_no_queries_and_start_soon_after_the_other_has_ended(tmp_path: Path) -> None:
+    world = World(tmp_path, data=config(steps=10))
+    world.controller.quiet = 300.0
+    later = add(world, tmp_path, 2, predecessor=world.name)
+    until(world, later, RunState.SUCCEEDED)
+    (ended,) = [move.time for move in world.store.transitions(world.name) if move.after == RunState.SUCCEEDED]
+    assert world.store.submissions(later)[0].submitted_at - ended <= 10.0
+    last = add(world, tmp_path, 3, predecessor=add(world, tmp_path, 4, predecessor=later, slug="held"))
+    world.store.add_user_request(world.store.run(last).predecessor, "cancel", {}, world.clock.now)
+    until(world, last, RunState.HELD)
+
+
 def test_a_waiting_run_is_cancelled_at_once(tmp_path: Path) -> None:
     world = World(tmp_path, data=config(steps=10))
     later = add(world, tmp_path, 2, predecessor=world.name)

@@ -116,10 +116,9 @@ def submit(
         raise ConfigError("--weights-only needs a checkpoint", where="command line", hint="add --from RUN@STEP")
     only_look = dry_run or print_sbatch
     predecessor = find_predecessor(after) if after is not None else ""
-    if from_sbatch is None and (print_config or yes):
-        what = f"{'--print-config' if print_config else '-y'} is only for --from-sbatch"
-        raise ConfigError(what, where="command line", hint="leave it out, or add --from-sbatch SCRIPT")
-    if from_sbatch is not None:
+    if from_sbatch is None:
+        _refuse_sbatch_options(print_config=print_config, yes=yes)
+    else:
         _refuse_second_source(source, begin)
         from orchestrator.cli.runs.from_sbatch import make_config  # only for this option
 
@@ -144,6 +143,13 @@ def submit(
     if screen.json:
         screen.data("submit", {**launched, "state": view.state, "step": view.step, "reason": view.reason})
     return report_end(screen, view)
+
+
+def _refuse_sbatch_options(*, print_config: bool, yes: bool) -> None:
+    """Raise ConfigError for options that need --from-sbatch."""
+    if print_config or yes:
+        what = f"{'--print-config' if print_config else '-y'} is only for --from-sbatch"
+        raise ConfigError(what, where="command line", hint="leave it out, or add --from-sbatch SCRIPT")
 
 
 def _refuse_second_source(source: str | None, begin: str | None) -> None:

@@ -94,7 +94,7 @@ class SlurmWatch:
         adopted = bool(silence) and bool(self._search.adopt(self._controller.store.runs(LIVE_RUNS), scheduler))
         if adopted:
             silence = ""
-            self._controller.query_next()
+            self._controller.queries.forget_schedules()
             self._controller.schedulers = self._controller.actor.schedulers = usable(self._kind, daemon=True)
         if (scheduler, silence) != self._written or adopted:
             with suppress(OSError):

@@ -7,7 +7,7 @@ from random import Random
 SHORTEST, LONGEST = 1.0, 15.0  # pauses between queries about jobs that are about to start, stop or be judged
 AFTER_FAILURE, AFTER_FAILURES = 5.0, 60.0  # first and longest pause after queries without an answer; it doubles
 REST, LONGEST_REST = 10.0, 120.0  # pause after an answer, as a multiple of the time that it took, and its maximum
-BURST, REFILL = 20.0, 10.0  # number of calls that may follow each other, and seconds after which another is allowed
+BURST, REFILL = 20.0, 5.0  # number of calls that may follow each other, and seconds after which another is allowed
 JITTER = 0.2  # pauses grow by up to this part, so that the controllers of many users do not query at the same time
 
 

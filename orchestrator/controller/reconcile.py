@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from secrets import token_hex
@@ -19,8 +19,7 @@ from orchestrator.controller.expected_start import changed_fields
 from orchestrator.controller.may_start import Wait, find_predecessors, record_wait, waiting_runs
 from orchestrator.controller.nodes_to_avoid import to_avoid
 from orchestrator.controller.ownership import Domain, never_submitted, sweep_orphans
-from orchestrator.controller.query_schedule import QuerySchedule, Signs
-from orchestrator.controller.run_signs import HAS_JOB, has_news, read_signs
+from orchestrator.controller.run_signs import HAS_JOB, has_news
 from orchestrator.controller.running_jobs import (
     end_judged_job,
     end_silent_job,
@@ -34,8 +33,8 @@ from orchestrator.controller.running_jobs import (
     wait_for_tiers,
     with_exclusions,
 )
-from orchestrator.controller.scheduler_snapshot import UNREACHABLE, Records, SchedulerSnapshot, changes, take_snapshot
-from orchestrator.controller.submission_limits import HOUR, unresolved_submissions
+from orchestrator.controller.scheduler_queries import LiveRuns, SchedulerQueries
+from orchestrator.controller.scheduler_snapshot import SchedulerSnapshot, changes
 from orchestrator.errors import Fenced, ForeignRun, Precondition, RegistryError, SlurmUnreachable
 from orchestrator.observed_since import Clock, ObservedSince
 from orchestrator.recovery.classify_failure import LEAVING_LIMIT, Evidence, judge, judge_silence
@@ -48,10 +47,8 @@ from orchestrator.run_dirs.job_spec import is_live, job_spec
 from orchestrator.run_dirs.other_registry import refuse_other_registry
 from orchestrator.run_dirs.run_folder import check_run_folder, ensure_run_dir
 from orchestrator.scheduler.interface import (
-    ENDED_STATES,
     LEAVING_STATES,
     RUNNING_STATES,
-    UNREADABLE,
     JobStatus,
     Scheduler,
 )
@@ -87,14 +84,6 @@ class TickReport:
 
 log = logging.getLogger("orch.controller")
 
-SWEEP_EVERY, SWEEP_RARELY = 30.0, 1800.0
-"""Seconds between searches by name while a submission's outcome or a run's owner is open, and otherwise."""
-LATE = 20.0  # seconds after a submission at which a duplicate of its job is searched for once
-SEARCH_CALLS = 3  # maximum number of a scheduler's commands for a search by name
-NOT_ASKED = replace(UNREACHABLE, asked=False, error="")
-"""Snapshot of a pass that does not query the scheduler."""
-_UNSETTLED = LEAVING_STATES | ENDED_STATES | {UNREADABLE}
-
 
 class Controller:
     """Reconciler that advances every live run. It keeps no state that a successor would need."""
@@ -123,11 +112,7 @@ class Controller:
         self._silent: dict[str, str] = {}
         self._cancels: dict[str, UserRequest] = {}
         self._waits: dict[str, Wait] = {}
-        self._swept_at: dict[str, float] = {}
-        self.quiet = 0.0  # seconds between queries of a scheduler while nothing changes; 0: every pass queries it
-        self._schedules: dict[str, QuerySchedule] = {}
-        self._unsettled: dict[str, frozenset[str]] = {}  # runs whose jobs were missing, leaving or ended, by kind
-        self._unanswered: dict[str, str] = {}  # why a kind did not answer the last query
+        self.queries = SchedulerQueries(self.actor, self.domain)
 
     def tick(self, lease: Lease) -> TickReport:
         """Run one pass. Raises Fenced if the lease is lost, RegistryError if the registry is unusable."""
@@ -142,13 +127,15 @@ class Controller:
         self._waits = waiting_runs(live, attempts, find_predecessors(self.store, runs), self._cancels)
         records = self.domain.job_records(runs, attempts, self.clock.wall())
         snapshots = {
-            kind: self._query_if_due(kind, runs, attempts, records) for kind in sorted({run.cluster for run in runs})
+            kind: self.queries.ask(kind, LiveRuns(runs, attempts, records, self._cancels, self._waits.keys()))
+            for kind in sorted({run.cluster for run in runs})
         }
+        self._silent |= {kind: why for kind, why in self.queries.silent.items() if kind in snapshots}
         fresh = [self._serve(run, attempts[run.name], snapshots[run.cluster]) for run in runs]
         for kind, snapshot in snapshots.items():
             sweep_orphans(self.actor, self.domain, kind, snapshot)
-        for schedule in self._schedules.values() if self.actor.actions else ():
-            schedule.note_action()
+        if self.actor.actions:
+            self.queries.note_action()
         self.store.note_tick(self.actor.lease, self.clock.wall())
         self.observed.save()
         return TickReport(
@@ -166,96 +153,10 @@ class Controller:
         seen = tuple(self._has_news(RunDir(Path(run.run_dir))) for run in runs)
         return tuple(request.id for request in self.store.user_requests()), tuple(run.name for run in runs), seen
 
-    def seconds_to_query(self) -> float:
-        """Return the seconds until a pass queries a scheduler, if nothing happens before."""
-        return min((one.seconds_left() for one in self._schedules.values() if self.quiet), default=float("inf"))
-
-    def query_next(self) -> None:
-        """Query all schedulers in the next pass."""
-        self._schedules.clear()
-
     def _has_news(self, folder: RunDir) -> tuple[bool, bool]:
         with suppress(OSError, RunDirHangs):
             return self.actor.in_folder(folder, lambda: has_news(folder))
         return False, False
-
-    def _query_if_due(
-        self, kind: str, runs: list[Run], attempts: Mapping[str, tuple[Attempt, ...]], records: Records
-    ) -> SchedulerSnapshot:
-        """Return the scheduler's answers if it is time to query it, else NOT_ASKED."""
-        schedule = self._schedules.setdefault(kind, QuerySchedule(self.clock.mono, self.rng, quiet=self.quiet))
-        if self.quiet and not schedule.is_due(self._signs(kind, runs, attempts)):
-            if why := self._unanswered.get(kind):
-                self._silent[kind] = why
-            return NOT_ASKED
-        began = self.clock.mono()
-        snapshot = self._take_snapshot(kind, runs, attempts, records)
-        calls = max(1, bool(snapshot.polled) + SEARCH_CALLS * snapshot.swept)
-        schedule.note_query(took=self.clock.mono() - began, calls=calls, answered=snapshot.answered)
-        self._unanswered[kind] = "" if snapshot.answered else snapshot.error
-        return snapshot
-
-    def _signs(self, kind: str, runs: list[Run], attempts: Mapping[str, tuple[Attempt, ...]]) -> Signs:
-        unsettled = self._unsettled.get(kind, frozenset())
-        seen = [
-            read_signs(self.actor, run, attempts[run.name][-1], self._cancels.get(run.name), unsettled)
-            for run in runs
-            if run.cluster == kind and run.name not in self._waits
-        ]
-        return Signs(events=tuple(one.events for one in seen), unsettled=any(one.unsettled for one in seen))
-
-    def _take_snapshot(
-        self, kind: str, runs: list[Run], attempts: Mapping[str, tuple[Attempt, ...]], records: Records
-    ) -> SchedulerSnapshot:
-        if silence := self.domain.silence(kind):
-            self._silent[kind] = silence
-            return replace(UNREACHABLE, error=silence)
-        mine = [run for run in runs if run.cluster == kind]
-        begun = [run for run in mine if run.name not in self._waits]  # the others certainly have no job
-        last = [attempts[run.name][-1] for run in begun if self.domain.expects(run, attempts[run.name])]
-        adopted = [attempt for attempt in last if attempt.state in HAS_JOB]
-        due = self._is_sweep_due(kind, mine, records)
-        wanted = [job_id for attempt in last for job_id in records[attempt.run, attempt.number].wanted_ids(attempt)]
-        if due:  # accounting shows whom a run belongs to even after its job has ended
-            strangers = [attempts[run.name][-1] for run in mine if not self.domain.has(run)]
-            wanted += [attempt.job_id for attempt in strangers if attempt.job_id is not None]
-        self.actor.renew_lease_if_due()
-        waiting = {run.name for run in mine if run.not_before > self.clock.wall()} - set(self._cancels)
-
-        def needs_search(attempt: Attempt, seen: SchedulerSnapshot) -> bool:
-            if attempt.state not in HAS_JOB:
-                return attempt.run not in waiting
-            job = seen.adopted_job(attempt)
-            return job is None or (attempt.run in self._cancels and not is_live(job))
-
-        def sweep(seen: SchedulerSnapshot) -> bool:
-            return due or any(needs_search(attempt, seen) for attempt in last)
-
-        snapshot = take_snapshot(
-            self.schedulers[kind], records, wanted, sweep=sweep, between=self.actor.renew_lease_if_due
-        )
-        if not snapshot.answered:
-            self._silent[kind] = snapshot.error
-            return snapshot
-        if snapshot.swept:
-            self._swept_at[kind] = self.clock.mono()
-        jobs = {attempt.run: snapshot.adopted_job(attempt) for attempt in adopted}
-        self._unsettled[kind] = frozenset(name for name, job in jobs.items() if job is None or job.state in _UNSETTLED)
-        if None in jobs.values():  # these answers may be of another scheduler
-            self.actor.renew_lease()
-        return snapshot
-
-    def _is_sweep_due(self, kind: str, runs: list[Run], records: Records) -> bool:
-        """Return whether to search the queue by name although no event requires it."""
-        now, wall = self.clock.mono(), self.clock.wall()
-        strangers = sorted(run.name for run in runs if not self.domain.has(run))
-        submissions = [one for record in records.values() for one in record.submissions]
-        is_open = any(wall - one.submitted_at < HOUR for one in unresolved_submissions(submissions)) or (
-            strangers and self.observed.age(f"strangers:{kind}", strangers) < HOUR
-        )
-        pause, swept = SWEEP_EVERY if is_open else SWEEP_RARELY, now - self._swept_at.get(kind, -SWEEP_RARELY)
-        settled = wall - max((one.submitted_at for one in submissions), default=wall) - LATE
-        return swept >= pause or 0.0 <= settled < swept
 
     # -- one run
 

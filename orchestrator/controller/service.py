@@ -239,7 +239,7 @@ def _controller(store_path: Path, kind: str, key: str, *, daemon: bool = False) 
             store, usable(kind, daemon=daemon), clock=clock, observed=observed, pool_size=PartitionSizes(),
             usable_nodes=NodesInService(), files=files, instance=make_instance(kind),
         )  # fmt: skip
-        controller.quiet = FACTORIES[kind].quiet if daemon else 0.0
+        controller.queries.quiet = FACTORIES[kind].quiet if daemon else 0.0
         files.between = controller.actor.renew_lease_if_due
         store.database.after_commit = records = RecordWriter(store, files)
         try:
@@ -410,7 +410,7 @@ class Daemon:
         """Sleep until the next pass, or until there is news that needs no scheduler."""
         changed = report is not None and report.changed
         self._pause = SHORTEST if changed else min(LONGEST, self._pause * 1.5)
-        until = time.monotonic() + min(self._pause, max(SHORTEST, self.controller.seconds_to_query()))
+        until = time.monotonic() + min(self._pause, max(SHORTEST, self.controller.queries.seconds_left()))
         before = self._news()
         while not self.stopping and time.monotonic() < until:
             time.sleep(min(LOOK, max(0.0, until - time.monotonic())))

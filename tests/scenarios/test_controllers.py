@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.controller.reconcile import SWEEP_RARELY, Controller
+from orchestrator.controller.reconcile import Controller
+from orchestrator.controller.scheduler_queries import SWEEP_RARELY
 from orchestrator.errors import Fenced, Precondition, RegistryError
 from orchestrator.registry.run_record import RunRecord
 from orchestrator.registry.store import Store

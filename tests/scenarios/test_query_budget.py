@@ -8,7 +8,8 @@ from random import Random
 import pytest
 
 from checkpointing.storage.durable import canonical
-from orchestrator.controller.reconcile import SEARCH_CALLS, Controller
+from orchestrator.controller.reconcile import Controller
+from orchestrator.controller.scheduler_queries import SEARCH_CALLS
 from orchestrator.registry.lease import LEASE_TTL
 from orchestrator.scheduler.available_schedulers import QUIET
 from orchestrator.states import AttemptState, RunState
@@ -34,7 +35,7 @@ class Login:
         self.controller = Controller(
             self.store, {"slurm": self.slurm}, clock=self.clock.as_clock(), usable_nodes=self.slurm.usable_nodes
         )
-        self.controller.quiet = QUIET
+        self.controller.queries.quiet = QUIET
         self.controller.rng = Random(2)
         self.lease = take_lease(self.store, "login:1:0", self.clock.wall(), LEASE_TTL)
 

@@ -68,7 +68,7 @@ def test_running_jobs_cost_two_calls_a_minute(tmp_path: Path, runs: int) -> None
     assert set(calls) <= {"poll", "find"}
 
 
-def test_an_end_every_half_minute_costs_twelve_calls_a_minute(tmp_path: Path) -> None:
+def test_the_end_of_a_job_and_the_start_of_the_next_cost_nine_calls(tmp_path: Path) -> None:
     login = Login(tmp_path, 10)
     login.go(90)
     before = len(login.slurm.calls)
@@ -78,7 +78,7 @@ def test_an_end_every_half_minute_costs_twelve_calls_a_minute(tmp_path: Path) ->
     queries = Counter(call.partition(" ")[0] for call in login.slurm.calls[before:])
     assert queries["submit"] >= 7, "each goes on in a new job"
     del queries["submit"], queries["release"]
-    assert per_minute(queries, 10 * 30) <= 12.0
+    assert per_minute(queries, 60) <= 10 * 9
     login.go(60)
     assert login.states() == {RunState.RUNNING: 10}
 

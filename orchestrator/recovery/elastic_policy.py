@@ -231,5 +231,5 @@ def _fits(sizes: Sequence[WorldSize], usable: int | None) -> bool:
 
 
 def _largest(sizes: Sequence[WorldSize], usable: int | None) -> WorldSize:
-    """Return the largest size that fits, else the smallest, which can start first."""
+    """Return the largest size that fits, else the smallest, which can start soonest."""
     return next((size for size in sizes if usable is None or size.all_nodes <= usable), sizes[-1])

@@ -53,7 +53,7 @@ def is_busy(error: BaseException | None) -> bool:
 
 
 def explain(error: BaseException | None, path: Path) -> RegistryError:
-    """Return the RegistryError that reports an error of SQLite."""
+    """Return the RegistryError that reports a SQLite error."""
     if is_busy(error):
         hint = "another orch process is writing; try again (`orch controller status` shows who)"
         return RegistryError("the registry is locked by another process", where=str(path), hint=hint)

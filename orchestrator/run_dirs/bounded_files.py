@@ -112,7 +112,7 @@ class BoundedFiles:
         return value
 
     def _refuse_stuck(self, folder: Path) -> None:
-        """Raise RunDirHangs if earlier work in this folder, or too much on its file system, has not returned."""
+        """Raise RunDirHangs if earlier work in this folder, or too much work on its file system, is still pending."""
         for path in [path for path, job in self._stuck.items() if job.done.is_set()]:
             del self._stuck[path]
         if (job := self._stuck.get(folder)) is not None:

@@ -21,7 +21,7 @@ METRICS_TAIL = 16 * 1024  # bytes at the end of the metrics file that always con
 
 @dataclass(frozen=True, kw_only=True)
 class KnownProgress:
-    """Newest trained step, its loss, and the last step that a user's own program reported (0: none).
+    """Latest trained step, its loss, and the last step that a user's own program reported (0: none).
 
     `saved`: the newest checkpoint according to the heartbeat, because ranks' commit events may be lost (0: unknown).
     """

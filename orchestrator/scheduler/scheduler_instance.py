@@ -111,7 +111,7 @@ class SlurmInstance:
 
 
 def _source(environ: Mapping[str, str]) -> str:
-    """Return a key whose change may mean a different Slurm: the configuration file's path and state."""
+    """Return a key that changes when this may be a different Slurm cluster: the configuration file's path and state."""
     place = environ.get("SLURM_CONF", "/etc/slurm/slurm.conf")
     try:
         seen = os.stat(place)

@@ -5,7 +5,7 @@ _ENDS = (". ", "; ", ", ", " ")
 
 
 def cut(text: str, most: int) -> str:
-    """Return a text, cut to about `most` characters and followed by ` ...` if it is longer."""
+    """Return the text, cut to about `most` characters and followed by ` ...` if it is longer."""
     if len(text) <= most:
         return text
     for end in _ENDS:

@@ -125,7 +125,7 @@ def _clusters(store: Any, verb: str, name: str) -> list[str]:
     found = [node.cluster for node in store.nodes() if node.name == name]
     if verb == EXCLUDE and found and all(map(is_one_host, found)):
         raise Precondition(
-            f"{name} is a simulated node: all simulated nodes are this machine", where=found[0],
+            f"{name} is a simulated node: all simulated nodes run on this machine", where=found[0],
             hint="nodes of a Slurm cluster can be excluded",
         )  # fmt: skip
     if not found and verb == RELEASE:
@@ -134,7 +134,7 @@ def _clusters(store: Any, verb: str, name: str) -> list[str]:
 
 
 def _find_cluster(name: str) -> str:
-    """Return the cluster, reachable from here, of a node that no run has used yet. Raises NotFound."""
+    """Return which reachable cluster has this node, which no run has used yet. Raises NotFound."""
     from orchestrator.scheduler.available_schedulers import FACTORIES, kinds, make_instance
 
     reached = False

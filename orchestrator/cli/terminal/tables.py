@@ -54,7 +54,7 @@ Cells = Mapping[Column, Sequence[str]]
 
 @dataclass(frozen=True)
 class TableLayout:
-    """Shown columns and their widths. Texts of column `below` longer than `most` are printed below their rows."""
+    """Visible columns and their widths. Cells in column `below` longer than `most` are printed below their rows."""
 
     widths: dict[Column, int]
     below: Column | None = None

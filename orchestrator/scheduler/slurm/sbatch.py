@@ -217,7 +217,7 @@ def submit(spec: JobSpec, entry: str) -> str:
 
 
 def _redirect_errors(descriptor: int, words: Sequence[str]) -> list[str]:
-    """Return a command that runs `words` with stderr in this file.
+    """Return a command that runs `words` with stderr redirected to this file.
 
     submitit prints a command's stderr, and sys.stderr is shared by all threads of a controller, so no thread may
     replace it.

@@ -148,7 +148,7 @@ class ControlServer:
         self, token: str, *, admit: Admit, serve: Serve, on_foreign: Callable[[Hello, str], None] | None = None,
         patience: float = HELLO_SECONDS,
     ) -> None:  # fmt: skip
-        """`on_foreign` gets the hello of an agent that uses another protocol, and the reason for its refusal."""
+        """`on_foreign` gets the hello from an agent that speaks a different protocol, and why it was refused."""
         self.token, self._admit, self._serve, self._patience = token, admit, serve, patience
         self._on_foreign = on_foreign
         self._unauthenticated: OrderedDict[int, _UnauthenticatedPeer] = OrderedDict()  # by descriptor, oldest first

@@ -61,7 +61,7 @@ def newest_begun_save(reports: Sequence[ProgressReport], total: int) -> int:
 
 @dataclass(kw_only=True)
 class _Stacks:
-    """Pending request for stacks, answered when all agents have written them or at `until`, whichever is first."""
+    """Pending request for stacks, answered when all agents have written them or at `until`, whichever comes first."""
 
     request: str
     folder: str

@@ -157,7 +157,7 @@ class CommandRun:
         self._memory.saved = self._memory.saved or self._checkpoints.has_whole()
 
     async def _why_unmovable(self) -> str:
-        """Return why it is unknown what the program would load without its newest checkpoint, or "" if it is known."""
+        """Return why it is unclear what the program would load without its newest checkpoint, or "" if it is clear."""
         if other := await run_bounded(partial(find_other_rank, self._folder())):
             return f"because checkpoints.path is the folder of one rank: {other} is another"
         if later := self._checkpoints.written_later():

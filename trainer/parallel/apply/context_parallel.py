@@ -59,7 +59,7 @@ class Kernel(Protocol):
     """Attention kernel for a block."""
 
     def forward(self, block: Block) -> BlockResult:
-        """Compute attention to this block."""
+        """Compute attention over this block."""
 
     def backward(self, given: torch.Tensor, block: Block, whole: BlockResult) -> Gradients:
         """Return this block's share of the gradients; `given` is the gradient of `whole`, the output over all keys."""

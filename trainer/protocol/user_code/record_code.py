@@ -113,7 +113,7 @@ def record_imported(modules: Mapping[str, Any], skip: Collection[str], config: P
 
 
 def record_named(config: ProgramConfig, beside: Path) -> CodeRecord:
-    """Record the user's code from the imports in its files. `beside` is the working folder of a command."""
+    """Record the user's code from the imports in its files. `beside` is a command's working folder."""
     return _record_command(config, beside) if config.command else _record_target(config, beside)
 
 

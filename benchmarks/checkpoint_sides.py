@@ -87,7 +87,9 @@ def drop(files: Iterable[Path]) -> None:
         finally:
             os.close(descriptor)
         if left > 0.01:
-            raise RuntimeError(f"{path} stays in the page cache ({left:.0%}): reads from a cold cache cannot be measured here")
+            raise RuntimeError(
+                f"{path} stays in the page cache ({left:.0%}): reads from a cold cache cannot be measured here"
+            )
 
 
 def warm(files: Iterable[Path]) -> None:

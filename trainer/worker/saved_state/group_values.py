@@ -119,7 +119,7 @@ class GroupValues:
         return {"value": encoded[0], "given": initial.text}
 
     def _encode_value(self, number: int, key: str, value: Any, held: dict[str, torch.Tensor]) -> tuple[Any] | None:
-        """Return the value's JSON, or None if it cannot be saved. A value that cannot be saved is recorded if it has changed."""
+        """Return the value's JSON, or None if it cannot be saved, which is recorded if the value has changed."""
         try:
             return (object_state.encode(value, self._path(number, key), held, self._names),)
         except UnsavableValue:

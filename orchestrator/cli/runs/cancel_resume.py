@@ -86,9 +86,8 @@ def resume(screen: Screen, words: tuple[str, ...], no_controller: bool, here: bo
     For a live run, the command only starts a controller if none is alive.
 
     If code, packages or data differ from the run's, accept each difference with --accept KEY (docs/configuration.md
-    lists the keys). Code that was fixed after it failed needs no --accept. Variables of `env_from` that are set in
-    this shell replace the run's, and the command names those that changed. The exit code is 4 if the run's folder
-    is gone, or if another registry has continued the run (`orch db rebuild -h`).
+    lists the keys). Variables of `env_from` that are set in this shell replace the run's. The exit code is 4 if the
+    run's folder is gone, or if another registry has continued the run (`orch db rebuild -h`).
     """
     overrides = tuple(word for word in words if "=" in word or word.startswith(("~", "+")))
     runs = tuple(word for word in words if word not in overrides)

@@ -414,7 +414,7 @@ def test_pipes_and_devices_are_not_read(
     os.mkfifo("pipe.yaml")
     with pytest.raises(NotFound, match="is a pipe or a device; only regular files are read") as caught:
         compose(source, environ=environ)
-    assert caught.value.hint == "write the configuration to a regular file, and name that"
+    assert caught.value.hint == "write the configuration to a regular file, and use that"
 
 
 @pytest.mark.parametrize("source", ["", "qqqqqqq", "."])

@@ -188,5 +188,5 @@ def test_a_key_that_is_known_no_more_is_left_out(submitted: dict[str, Any]) -> N
 def test_the_folders_of_copied_code_do_not_change(submitted: dict[str, Any], tmp_path: Path) -> None:
     submitted["workload"] |= {"snapshot": True, "path": ["/old"]}
     changes = config_changes(submitted, recompose(submitted, [f"workload.path=[{tmp_path}]"]).data)
-    with pytest.raises(Precondition, match=r"workload.path cannot change: the code was copied"):
+    with pytest.raises(Precondition, match=r"workload.path cannot change: whether the code is copied was decided"):
         require(changes, ["workload.path"])

@@ -194,10 +194,20 @@ def _config_text(script: Path, found: Conversion) -> str:
             rows.append((f"{section}: {_value_text(own[()].value)}", _origin(own[()])))
         elif own:
             rows += [(f"{section}:", ""), *_section_rows(own)]
-    width = min(60, max(len(text) for text, _ in rows))
-    lines = [f"{text:<{width}}  # {origin}" if origin else text for text, origin in rows]
+    lines = [line for row in rows for line in _row_lines(*row)]
     head = f"# Made by `orch submit --from-sbatch {script.name}`; the comments name lines."
     return "\n".join([head, *lines, ""])
+
+
+_WIDTH = 40
+"""Column in which the comments begin. A longer value has its comment above it."""
+
+
+def _row_lines(text: str, origin: str) -> list[str]:
+    if len(text) <= _WIDTH:
+        return [f"{text:<{_WIDTH}}  # {origin}" if origin else text]
+    indent = " " * (len(text) - len(text.lstrip()))
+    return [*([f"{indent}# {origin}"] if origin else []), text]
 
 
 def _section_rows(own: Mapping[tuple[str, ...], resources.Setting]) -> list[tuple[str, str]]:
@@ -214,14 +224,19 @@ def _section_rows(own: Mapping[tuple[str, ...], resources.Setting]) -> list[tupl
 
 def _origin(item: resources.Setting) -> str:
     text = " ".join(item.text.split())
-    text = text if len(text) <= 60 else f"{text[:57]}..."
+    text = text if len(text) <= 50 else f"{text[:47]}..."
     return f"line {item.line}: {text}" if item.line else text
+
+
+_NOT_TEXT = frozenset({"", "true", "false", "null", "yes", "no", "on", "off"})
+"""Words that YAML reads as something else than text, or that orch refuses without quotes."""
 
 
 def _value_text(value: Any) -> str:
     """Return a value as YAML. A literal `${` is escaped: it would refer to a key."""
     if isinstance(value, str):
-        return format_list_items([value.replace("${", "\\${")]) if value else "''"
+        escaped = value.replace("${", "\\${")
+        return json.dumps(value) if value.lower() in _NOT_TEXT else format_list_items([escaped])
     if isinstance(value, Sequence):
         return f"[{format_list_items([str(word).replace('${', chr(92) + '${') for word in value])}]"
     return json.dumps(value)

@@ -118,6 +118,26 @@ def test_the_environment_of_the_program_is_the_one_of_the_script(here: Path) -> 
     assert done.stdout == wanted
 
 
+def test_values_keep_their_text(here: Path) -> None:
+    values = {
+        "A": "FALSE",
+        "B": "1e5",
+        "C": "null",
+        "D": "yes",
+        "E": "",
+        "F": "0x10",
+        "G": "a: b",
+        "H": "${x}",
+        "I": "é",
+    }
+    exports = " ".join(f"{name}='{value}'" for name, value in values.items())
+    made = one_line(f"export {exports}\nsrun python train.py --x '${{y}}' null 007")
+    (here / "job.yaml").write_text(made.config)
+    config = compose("./job.yaml").config
+    assert config.env == values
+    assert config.command == ("python", "train.py", "--x", "${y}", "null", "007")
+
+
 WORDS = ["a", "b c", "$x", "'", '"', "\\", "`", "#", ";", "&", "é", "*", "(", ")", "{", "~", "\t", "=", "!", "|", ">"]
 
 

@@ -82,8 +82,7 @@ def resume(screen: Screen, words: tuple[str, ...], no_controller: bool, here: bo
 
     RUN is a full name, or @last. KEY=VALUE changes its configuration from the next attempt on: learning rate,
     nodes, layout, partition. A run that has succeeded continues if you raise `train.steps`. Without a checkpoint
-    the run begins at step 0, and everything but its name, root, kind of cluster and `workload.snapshot` may change.
-    For a live run, the command only starts a controller if none is alive.
+    the run begins at step 0, and all but its name, root, kind of cluster and `workload.snapshot` may change.
 
     If code, packages or data differ from the run's, accept each difference with --accept KEY (docs/configuration.md
     lists the keys). Variables of `env_from` that are set in this shell replace the run's. The exit code is 4 if the

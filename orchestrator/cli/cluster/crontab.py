@@ -16,6 +16,7 @@ TEMPLATE, OPTIONS = "controller.scrontab", "#SCRON"
 """Template in `sbatch_templates/` for our lines, and the prefix of lines that only Slurm reads."""
 PROGRAMS = {"cron": "crontab", "scrontab": "scrontab"}
 TIMEOUT = 30.0
+SPREAD = 50  # seconds over which the passes of all users are spread, by their ids
 
 
 def lines(via: str, every: int) -> list[str]:
@@ -26,8 +27,8 @@ def lines(via: str, every: int) -> list[str]:
     variables = [f"{name}={shlex.quote(value)}" for name, value in places.items()]
     filled = Template((shipped_folder("sbatch_templates") / TEMPLATE).read_text()).substitute(
         mark=f"{MARK} keeps runs going and begins restore tests; {registry}; written by `orch controller install`",
-        minute="*" if every == 1 else f"*/{every}",
-        command=" ".join(["umask 077;", *variables, shlex.join(words)]),
+        minute="*" if every == 1 else f"{os.getuid() % every}-59/{every}",
+        command=" ".join(["umask 077;", f"sleep {os.getuid() % SPREAD};", *variables, shlex.join(words)]),
         log=shlex.quote(str(state_home().resolve() / LOG)),
     )
     wanted = [line for line in filled.splitlines() if via == "scrontab" or not line.startswith(OPTIONS)]

@@ -16,7 +16,13 @@ import click
 from checkpointing.storage.trusted_path import weakness
 from orchestrator.cli.cluster import crontab
 from orchestrator.cli.cluster.check import FAIL, INFO, OK, WARN, Check, CommandRunner
-from orchestrator.cli.cluster.site_settings import parse_config, partition_limits, read_version, site_settings
+from orchestrator.cli.cluster.site_settings import (
+    association_limits,
+    parse_config,
+    partition_limits,
+    read_version,
+    site_settings,
+)
 from orchestrator.cli.terminal.argument_types import NonEmptyPath
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, size
@@ -219,6 +225,7 @@ def slurm(
     yield Check("slurm", OK, f"{version}, cluster {name}")
     yield accounting(settings, ask)
     yield from site_settings(settings, read_version(version))
+    yield from association_limits(settings, ask)
     for source, asked in jobs.items():
         yield demand(source, asked, ask, wanted=wanted)
         yield from partition_limits(source, asked, ask)

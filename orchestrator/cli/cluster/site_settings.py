@@ -1,5 +1,7 @@
 """Checks of a site's Slurm settings: what they enable or prevent, with the key and the value to set."""
 
+import os
+import pwd
 import re
 from collections.abc import Iterator, Mapping
 
@@ -7,6 +9,7 @@ from orchestrator.cli.cluster.check import INFO, OK, WARN, Check, CommandRunner
 from orchestrator.errors import ConfigError, OrchError
 from orchestrator.scheduler.interface import Resources
 from orchestrator.scheduler.slurm.sbatch_values import minutes
+from orchestrator.scheduler.slurm.site_survey import read_rows
 
 PARTITION_LIMITS = ("scontrol", "show", "partition", "-o")
 SHORT_WAIT = 10  # seconds; most saves take longer
@@ -91,10 +94,10 @@ def _requeue(settings: Settings, version: tuple[int, ...]) -> Iterator[Check]:
         why = "" if usable else f", but needs Slurm {'.'.join(map(str, EXPEDITE_FROM))} or newer"
         yield Check("expedite", OK if usable else INFO, f"SlurmctldParameters has {name}{why}")
     elif version >= EXPEDITE_FROM:
-        text = f"SlurmctldParameters has no {name}: after a node failure a job loses its other nodes too"
+        text = f"SlurmctldParameters has no {name}: after a node failure a job without spare nodes loses all"
         yield Check("expedite", INFO, text, f"the administrator adds {name} to SlurmctldParameters")
     else:
-        text = "this Slurm has no expedited requeue (25.11.3): after a node failure a job loses its other nodes too"
+        text = "this Slurm has no expedited requeue (25.11.3): after a node failure a job without spare nodes loses all"
         yield Check("expedite", INFO, text)
 
 
@@ -131,6 +134,8 @@ def _processes(settings: Settings) -> Iterator[Check]:
         yield Check("cgroups", INFO, text, hint)
         return
     names = ("ConstrainCores", "ConstrainRAMSpace", "ConstrainDevices")
+    if not settings.keys() & set(names):
+        return
     off = [name for name in names if settings.get(name, "no").lower() != "yes"]
     if off:
         hint = f"the administrator sets {' '.join(f'{name}=yes' for name in off)} in cgroup.conf"
@@ -153,6 +158,26 @@ def partition_limits(source: str, asked: Resources, ask: CommandRunner) -> Itera
             yield _time_limit(source, asked, row)
 
 
+def association_limits(settings: Settings, ask: CommandRunner) -> Iterator[Check]:
+    """Check the limits on the number and length of this user's jobs, if the site enforces such limits."""
+    if not _words(settings, "AccountingStorageEnforce") & {"limits", "safe", "all"}:
+        return
+    user, cluster = pwd.getpwuid(os.getuid()).pw_name, settings.get("ClusterName", "")
+    where = ["where", f"user={user}", f"cluster={cluster}", f"format=Account,Partition,{','.join(_JOB_LIMITS)}"]
+    try:
+        rows = read_rows(ask(["sacctmgr", "-n", "-P", "show", "assoc", *where]))
+    except OrchError as error:
+        yield Check("account limits", WARN, f"cannot check the limits of your accounts: {error.what}")
+        return
+    for account, partition, *values in (row for row in rows if len(row) == len(_JOB_LIMITS) + 2):
+        limits = [f"{name} {value}" for name, value in zip(_JOB_LIMITS, values, strict=True) if value]
+        place = f"account {account}" + (f" on partition {partition}" if partition else "")
+        text = f"{place}: {', '.join(limits) or 'no limits on the number and length of your jobs'}"
+        hint = "a run beyond a limit waits; the administrator changes it with `sacctmgr modify user`" if limits else ""
+        yield Check("account limits", INFO if limits else OK, text, hint)
+
+
+_JOB_LIMITS = ("MaxJobs", "MaxSubmitJobs", "MaxWall")
 _PAIR = re.compile(r"(\w+)=(\S*)")
 
 

@@ -5,7 +5,13 @@ from collections.abc import Iterable
 import pytest
 
 from orchestrator.cli.cluster.check import INFO, OK, WARN, Check
-from orchestrator.cli.cluster.site_settings import parse_config, partition_limits, read_version, site_settings
+from orchestrator.cli.cluster.site_settings import (
+    association_limits,
+    parse_config,
+    partition_limits,
+    read_version,
+    site_settings,
+)
 from orchestrator.errors import SlurmUnreachable
 from orchestrator.scheduler.interface import Resources
 
@@ -112,3 +118,27 @@ def test_time_limits_without_an_answer() -> None:
 
     (check,) = partition_limits("first", Resources(nodes=1), silent)
     assert (check.level, "scontrol got no answer" in check.text) == (WARN, True)
+
+
+def test_limits_of_the_users_accounts() -> None:
+    asked: list[list[str]] = []
+
+    def answer(words: list[str]) -> str:
+        asked.append(words)
+        return "vision|||10|\nvision|gpu|2|4|1-00:00:00\nfree||||\n"
+
+    assert list(association_limits({}, answer)) == []
+    assert asked == [], "limits are not enforced"
+    enforced = {"AccountingStorageEnforce": "associations,limits,qos,safe", "ClusterName": "lab"}
+    checks = list(association_limits(enforced, answer))
+    assert [(check.level, check.text) for check in checks] == [
+        (INFO, "account vision: MaxSubmitJobs 10"),
+        (INFO, "account vision on partition gpu: MaxJobs 2, MaxSubmitJobs 4, MaxWall 1-00:00:00"),
+        (OK, "account free: no limits on the number and length of your jobs"),
+    ]
+    assert "cluster=lab" in asked[0]
+
+
+def test_cgroup_settings_that_slurm_does_not_show_are_not_judged() -> None:
+    settings = {name: value for name, value in parse_config(CONFIG).items() if not name.startswith("Constrain")}
+    assert not {"cgroups", "memory"} & set(by_name(site_settings(settings, NEW)))

@@ -25,6 +25,9 @@ class ClusterConfig(ClusterShape):
     """Node features (`h100&ib`)."""
     exclude: str = ""
     """Nodes never to use, as a Slurm hostlist (`gpu[003,017]`)."""
+    gpus: str = "per-node"
+    """sbatch option for the GPUs: `per-node` (`--gpus-per-node=N`), or `gres` (`--gres=gpu:N`) for sites that require
+    it or a type (`cluster.sbatch.gres: gpu:h100:8`)."""
     templates: tuple[str, ...] = ("default",)
     """Scripts of `sbatch_templates/` that prepare a node (`modules`, `conda`, `nccl`, `apptainer`, ...)."""
     template_args: dict[str, str] = field(default_factory=dict)

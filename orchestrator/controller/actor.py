@@ -283,6 +283,7 @@ class Actor:
         def record_submission() -> None:
             self._resolve(view, job, live)
             job_of: dict[str, Any] = {"job_id": job.job_id, "submit_time": job.submit_time, "job_state": job.state}
+            job_of["sluid"] = job.sluid
             to, stamp = AttemptState.SUBMITTED, self.stamp()
             self.store.move_attempt(view.run.name, attempt.number, to, reason, **stamp, **job_of)
             if view.run.state is not RunState.HELD:
@@ -306,7 +307,21 @@ class Actor:
             self.store.note_submission(view.run.name, view.last.number, number, epoch=self.epoch, outcome=outcome)
 
     def release(self, run: Run, attempt: Attempt, folder: RunDir, config: RunConfig) -> None:
-        """Write GO unless it is already in force, and release the job. Rewriting a GO in force would fence the job."""
+        """Write GO and release the job."""
+        assert attempt.job_id is not None
+        self.write_go(run, attempt, folder, config)
+        self.renew_lease()
+        job_id, place = attempt.job_id, folder.attempt(attempt.number)
+        if not self._pauses.is_due(f"release {job_id}"):
+            return
+        release = self.schedulers[run.cluster].release
+        self.in_folder(folder, lambda: release(job_id, place.submission), SUBMIT_WITHIN)
+        self._pauses.start(f"release {job_id}")
+        failpoints.reach("after_release")
+        self.record_action(f"released job {attempt.job_id}")
+
+    def write_go(self, run: Run, attempt: Attempt, folder: RunDir, config: RunConfig) -> None:
+        """Write GO unless it is already in force. Rewriting a GO in force would fence the job."""
         assert attempt.job_id is not None
         place = folder.attempt(attempt.number)
         if not self.in_folder(folder, lambda: _in_force(place, attempt)):
@@ -315,7 +330,7 @@ class Actor:
             earlier = [past for past in self.store.attempts(run.name) if past.number < attempt.number]
             token = LaunchToken(
                 attempt=attempt.number, epoch=self.epoch, job_id=attempt.job_id, nonce=attempt.nonce,
-                config_digest=attempt.config_digest,
+                config_digest=attempt.config_digest, restarts=attempt.restarts,
                 **self._inheritable(run, earlier, attempt.number, folder, config),
                 over=tuple(f"{past.number:03d}-{past.nonce}" for past in earlier),
                 trained=any(past.last_step for past in earlier),
@@ -323,15 +338,6 @@ class Actor:
             )  # fmt: skip
             self.in_folder(folder, lambda: token.write(place.go))
             failpoints.reach("after_go")
-        self.renew_lease()
-        job_id = attempt.job_id
-        if not self._pauses.is_due(f"release {job_id}"):
-            return
-        release = self.schedulers[run.cluster].release
-        self.in_folder(folder, lambda: release(job_id, place.submission), SUBMIT_WITHIN)
-        self._pauses.start(f"release {job_id}")
-        failpoints.reach("after_release")
-        self.record_action(f"released job {attempt.job_id}")
 
     def _inheritable(
         self, run: Run, earlier: Sequence[Attempt], number: int, folder: RunDir, config: RunConfig
@@ -437,4 +443,5 @@ def _in_force(place: AttemptDir, attempt: Attempt) -> bool:
         token = LaunchToken.read(place.go)
     except (OSError, ValueError, TypeError, KeyError):
         return False
-    return (token.job_id, token.attempt, token.nonce) == (attempt.job_id, attempt.number, attempt.nonce)
+    held = (token.job_id, token.restarts, token.attempt, token.nonce)
+    return held == (attempt.job_id, attempt.restarts, attempt.number, attempt.nonce)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from checkpointing.storage.durable import NestedTooDeeply, NotAFile
+from checkpointing.storage.durable import NestedTooDeeply, NotAFile, read_json
 from checkpointing.storage.storage_errors import write_probe
 from orchestrator.controller.scheduler_snapshot import SchedulerSnapshot
 from orchestrator.errors import ConfigError
@@ -82,7 +82,7 @@ def collect_evidence(
         return access.call(view.folder.path, work)
 
     key = f"{view.run.name}/{attempt.number}"
-    job = snapshot.adopted_job(attempt)
+    job, requeued = snapshot.adopted_job(attempt), snapshot.requeued_job(view.run, attempt)
     heartbeat, seen = read(lambda: read_files(place))
     outcome = seen.outcome
     ended = job is not None and job.state in ENDED_STATES
@@ -96,12 +96,15 @@ def collect_evidence(
         seen,
         answered=snapshot.answered,
         job=job,
+        restarts=attempt.restarts,
+        requeued_job=requeued,
+        requeued_for=_span(observed, f"requeued:{key}", requeued is not None, True),
         unrecorded=attempt.job_id in snapshot.unrecorded,
-        absent_for=_span(observed, f"gone:{key}", snapshot.answered and job is None, True),
+        absent_for=_span(observed, f"gone:{key}", snapshot.answered and job is None and requeued is None, True),
         ended_for=_span(observed, f"ended:{key}", ended, job.state if job else ""),
         leaving_for=_span(observed, f"leaving:{key}", leaving, True),
         silent_for=silent_for,
-        leader=attempt.nodes[0] if attempt.nodes else "",
+        leader=_leader(attempt),
         still_for=_stillness(observed, f"still:{key}", job, grown),
         overstayed=_stillness(observed, f"over:{key}", job, "ended" if outcome is not None else ""),
         disk=read(lambda: write_probe(view.folder.path)) if mute else "",
@@ -167,8 +170,16 @@ def removed_nodes(job: JobStatus | None, observed: ObservedSince, key: str) -> t
 
 def leader_gone(attempt: Attempt, job: JobStatus | None, gone: Collection[str]) -> str:
     """Return a running job's first node if Slurm removed it; with --no-kill the other nodes stay without a leader."""
-    running = job is not None and job.state in RUNNING_STATES
-    return next((name for name in attempt.nodes[:1] if running and name in gone), "")
+    running, leader = job is not None and job.state in RUNNING_STATES, _leader(attempt)
+    return leader if running and leader in gone else ""
+
+
+def _leader(attempt: Attempt) -> str:
+    """Return the node of the attempt's coordinator; empty while only Slurm's list of its nodes is known.
+
+    The coordinator lists its own node first. Since 26.05, the first node of Slurm's list may have any task.
+    """
+    return attempt.nodes[0] if attempt.nodes and attempt.generations else ""
 
 
 def _span(observed: ObservedSince, key: str, holds: bool, value: Any) -> float:
@@ -180,7 +191,7 @@ def _span(observed: ObservedSince, key: str, holds: bool, value: Any) -> float:
 
 _MEASURED = (
     "gone", "ended", "leaving", "beat", "cancel", "nodes", "left", "still", "over", "avoid", "unheld", "waits",
-    "reason",
+    "reason", "requeued",
 )  # fmt: skip
 """Prefixes of the keys under which an attempt's durations are measured."""
 
@@ -218,12 +229,31 @@ def _stillness(observed: ObservedSince, key: str, job: JobStatus | None, value: 
     return observed.watched_seconds(key, value)
 
 
+def slurm_logs(submission: Path) -> list[Path]:
+    """Return Slurm's output files of the jobs submitted from this folder."""
+    return sorted(path for kind in ("*.out", "*.err") for path in submission.glob(kind))
+
+
+def inherited_logs(place: AttemptDir) -> dict[Path, int]:
+    """Return Slurm's output files of an attempt that continues in an earlier one's job, with their former sizes."""
+    try:
+        found = read_json(place.requeued)
+        submission = place.run.attempt(int(found["submitted_by"])).submission
+        sizes = {str(name): int(size) for name, size in found["logs"].items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}
+    return {path: sizes.get(path.name, 0) for path in slurm_logs(submission)}
+
+
 def read_tails(place: AttemptDir) -> dict[str, str]:
     """Return the ends of the agents' logs and of Slurm's output files."""
     paths = sorted(place.logs.glob("agent-*.log"))
-    paths += sorted(path for kind in ("*.out", "*.err") for path in place.submission.glob(kind))
+    paths += slurm_logs(place.submission)
     found = {}
     for path in paths:
         with suppress(OSError):
             found[path.name] = read_tail(path, TAIL).decode(errors="replace")
+    for path, size in inherited_logs(place).items():
+        with suppress(OSError):
+            found[path.name] = read_tail(path, min(TAIL, max(0, path.stat().st_size - size))).decode(errors="replace")
     return {name: text for name, text in found.items() if text}

@@ -210,6 +210,8 @@ def _recorded_owner(store: Store, job: JobStatus) -> JobRecord | None:
         except NotFound:
             continue
         record = JobRecord.from_rows(run, attempt, ())
-        if run.name == tag.run and identify(job, record)[0]:
+        if run.name != tag.run:
+            continue
+        if identify(job, record)[0] or (tag.nonce == attempt.nonce and run.state not in LIVE_RUNS):
             return record
     return None

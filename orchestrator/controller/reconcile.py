@@ -19,6 +19,7 @@ from orchestrator.controller.expected_start import changed_fields
 from orchestrator.controller.may_start import Wait, find_predecessors, record_wait, waiting_runs
 from orchestrator.controller.nodes_to_avoid import to_avoid
 from orchestrator.controller.ownership import Domain, never_submitted, sweep_orphans
+from orchestrator.controller.requeued_jobs import adopt_requeued, end_requeued, launch_requeued, why_not_continued
 from orchestrator.controller.run_signs import HAS_JOB, has_news
 from orchestrator.controller.running_jobs import (
     end_judged_job,
@@ -55,6 +56,7 @@ from orchestrator.scheduler.interface import (
 from orchestrator.scheduler.scheduler_instance import KEEP_FOR, Instance
 from orchestrator.scheduler.slurm.refusals import waiting_words
 from orchestrator.states import LIVE_ATTEMPTS, LIVE_RUNS, AttemptState, RunState
+from trainer.protocol.failures.decision import Action
 from trainer.protocol.failures.outcome import FailureKind
 from trainer.protocol.run_dir import RunDir
 
@@ -302,7 +304,9 @@ class Controller:
             end_judged_job(self.actor, view, job.job_id, verdict[1])
         # Ingest what the job wrote last.
         ingest(self.store, view, **self.actor.stamp(), files=self.files)
-        conclude(self.actor, self._reload_view(view), verdict, self.rng, evidence.gone)
+        decision = conclude(self.actor, self._reload_view(view), verdict, self.rng, evidence.gone)
+        if evidence.requeued_job is not None and decision.action is not Action.RETRY:
+            end_requeued(self.actor, view, evidence.requeued_job, decision.reason)
         return True
 
     def _note_job(self, view: ControlledRun, job: JobStatus, evidence: Evidence) -> None:
@@ -325,11 +329,13 @@ class Controller:
             self.actor.record_action(f"{run.name}/{attempt.number}: {reason}")
         elif changed := changed_fields(attempt, job, self.clock.wall()):
             self.store.note_attempt(run.name, attempt.number, epoch=self.actor.epoch, **changed)
+        if job.sluid and not attempt.sluid and job.restarts == attempt.restarts:
+            self.store.note_attempt(run.name, attempt.number, epoch=self.actor.epoch, sluid=job.sluid)
         _, silence = judge_silence(evidence, view.config.detection.hang.heartbeat)
         spec = job_spec(run, attempt, view.config)
         reason_for = self.actor.observed.age(f"reason:{run.name}/{attempt.number}", job.reason)
         waits = waiting_words(job.reason, spec.resources, run.name, reason_for) if not runs else ""
-        altered = changes(job, spec)
+        altered = "" if attempt.restarts else changes(job, spec)
         held = f"a user holds it: `scontrol release {job.job_id}`" if is_held_by_person(self.actor, view, job) else ""
         size = size_note(view, self.configs(run.config_digest), job)
         notes = training_notes(self.store, attempt) if runs else []
@@ -340,7 +346,11 @@ class Controller:
     def _next(self, view: ControlledRun, snapshot: SchedulerSnapshot) -> bool:
         """Start the next attempt of a run without a live attempt, once nothing delays it."""
         run = view.run
-        blockers = [job for job in snapshot.of_run(run) if not self._is_stuck(job)]
+        requeued = snapshot.requeued_job(run, view.last)
+        if requeued is not None and (why := why_not_continued(view, requeued)):
+            end_requeued(self.actor, view, requeued, why)
+            requeued = None
+        blockers = [job for job in snapshot.of_run(run) if job is not requeued and not self._is_stuck(job)]
         if view.cancel is not None and snapshot.swept and not blockers:
             user_requests.mark_cancelled(self.actor, view)
             return True
@@ -364,6 +374,10 @@ class Controller:
         waits, without = wait_for_tiers(self.actor, view)
         if waits:
             return False
+        if requeued is not None:
+            adopt_requeued(self.actor, view, requeued)
+            launch_requeued(self.actor, self._reload_view(view))
+            return True
         failpoints.reach("before_next_intent")
         avoid = to_avoid(self.actor, view)
         changes = next_world(self.actor, view)

@@ -16,6 +16,7 @@ from orchestrator.controller.actor import SUBMIT_WITHIN, Actor
 from orchestrator.controller.collect_evidence import GAVE_UP, REQUEUED, SILENCED
 from orchestrator.controller.conclude import apply
 from orchestrator.controller.nodes_to_avoid import to_avoid
+from orchestrator.controller.requeued_jobs import launch_requeued
 from orchestrator.errors import SlurmUnreachable, SubmitRejected, TierUnread
 from orchestrator.recovery.classify_failure import Escalation, Evidence, judge_silence
 from orchestrator.recovery.elastic_policy import (
@@ -33,7 +34,13 @@ from orchestrator.recovery.elastic_policy import (
 from orchestrator.run_dirs.controlled_run import ControlledRun, stored_config
 from orchestrator.run_dirs.job_spec import job_spec
 from orchestrator.run_dirs.run_folder import missing_room
-from orchestrator.scheduler.interface import LEAVING_STATES, QUEUED_STATES, RUNNING_STATES, JobStatus
+from orchestrator.scheduler.interface import (
+    LEAVING_STATES,
+    QUEUED_STATES,
+    RUNNING_STATES,
+    WAITING_STATES,
+    JobStatus,
+)
 from orchestrator.scheduler.slurm.refusals import waits_for_nodes
 from orchestrator.states import LIVE_ATTEMPTS, AttemptState
 from trainer.protocol.failures.decision import Action, Decision
@@ -97,8 +104,8 @@ def with_exclusions(actor: Actor, view: ControlledRun) -> ControlledRun:
 
 def update_exclusions(actor: Actor, view: ControlledRun, job: JobStatus) -> None:
     """Apply the current exclusions to a queued job, both additions and removals."""
-    if job.held or job.state not in QUEUED_STATES or view.cancel is not None:
-        return
+    if job.held or job.state not in QUEUED_STATES or view.cancel is not None or view.last.restarts:
+        return  # Slurm refuses every change to an expedited job
     try:
         fresh = _avoiding(view, to_avoid(actor, view))
     except SlurmUnreachable:  # keep the current exclusions until Slurm answers
@@ -174,10 +181,12 @@ def is_held_by_person(actor: Actor, view: ControlledRun, job: JobStatus) -> bool
 
 
 def maintain_job(actor: Actor, view: ControlledRun, job: JobStatus) -> None:
-    """Release a live job, send it its actual deadline, or end it if Slurm has restarted it."""
+    """Launch a live job, send it its actual deadline, or end it if Slurm has restarted it."""
+    if view.last.restarts and not view.last.generations and view.cancel is None:
+        launch_requeued(actor, view)
     # A slurmctld that lost its latest state requeues a running job without counting a restart.
     forgotten = view.last.state is AttemptState.RUNNING and job.state in QUEUED_STATES
-    if (job.restarts > 0 or forgotten) and job.state not in LEAVING_STATES:
+    if (job.restarts > view.last.restarts or forgotten) and job.state not in LEAVING_STATES:
         end_job(actor, view, job.job_id, "requeued by Slurm: it must not train again", REQUEUED)
     elif job.held and view.cancel is None and not is_held_by_person(actor, view, job):
         _release(actor, view, job)
@@ -220,7 +229,7 @@ def give_up_long_wait(actor: Actor, view: ControlledRun, full: RunConfig, job: J
         end_job(actor, view, job.job_id, evidence.gave_up, GAVE_UP)
         return
     key, waits = f"waits:{view.run.name}/{view.last.number}", waits_for_nodes(job.reason)
-    if job.held or job.state != "PENDING" or waits is False:
+    if job.held or job.state not in WAITING_STATES or waits is False:
         actor.observed.forget(key)
         return
     waited, patience = actor.observed.age(key, job.job_id), full.recovery.patience
@@ -239,7 +248,7 @@ def size_note(view: ControlledRun, full: RunConfig, job: JobStatus) -> str:
     """Return a note on the newest attempt's size and on when a wait for nodes will end."""
     world = view.last.smaller_world
     words = [on_nodes(world)] if world else []
-    waits = bool(full.cluster.min_nodes) and job.state == "PENDING" and waits_for_nodes(job.reason)
+    waits = bool(full.cluster.min_nodes) and job.state in WAITING_STATES and waits_for_nodes(job.reason)
     if waits and any(size.all_nodes < view.config.cluster.all_nodes for size in world_sizes(full)):
         words.append(f"after {span(full.recovery.patience)} of waiting, the next job requests fewer nodes")
     return "; ".join(words)

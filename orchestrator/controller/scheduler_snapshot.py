@@ -36,6 +36,7 @@ class JobRecord:
     run_dir: str = ""  # empty if unknown
     job_id: str | None = None  # of the adopted job
     submit_time: str | None = None  # of the adopted job, as Slurm reported it at adoption
+    sluid: str = ""  # of the adopted job; empty: unknown
     submissions: tuple[Submission, ...] = ()
     fresh: str | None = None  # id that sbatch has just returned
 
@@ -43,7 +44,7 @@ class JobRecord:
     def from_rows(cls, run: Run, attempt: Attempt, submissions: Iterable[Submission]) -> "JobRecord":
         return cls(
             run=run.name, attempt=attempt.number, nonce=attempt.nonce, name=attempt.job_name, run_dir=run.run_dir,
-            job_id=attempt.job_id, submit_time=attempt.submit_time,
+            job_id=attempt.job_id, submit_time=attempt.submit_time, sluid=attempt.sluid,
             submissions=tuple(submission for submission in submissions if submission.attempt == attempt.number),
         )  # fmt: skip
 
@@ -70,9 +71,12 @@ class JobRecord:
 def identify(job: JobStatus, record: JobRecord) -> tuple[bool, str]:
     """Return whether the job was submitted for this attempt, and the evidence.
 
-    Our job name, comment and paths are unique to the attempt, so the first match decides, whatever the id. If a site
-    has removed all of them, the job's script decides. If that is unreadable, the id and the submit time decide.
+    A SLUID identifies one run of a job, whose id and tags stay the same when Slurm requeues it, and decides if it is
+    known. Our job name, comment and paths are unique to the attempt, so the first match decides, whatever the id. If a
+    site has removed all of them, the job's script decides. If that is unreadable, the id and the submit time decide.
     """
+    if record.sluid and job.job_id == record.job_id and (job.sluid or job.state == UNREADABLE):
+        return job.sluid in ("", record.sluid), f"the adopted id, with SLUID {job.sluid or 'unknown'}"
     for tag in tags(job):
         if tag.nonce:
             ours = (tag.run, tag.attempt, tag.nonce) == (record.run, record.attempt, record.nonce)
@@ -110,7 +114,11 @@ def changes(job: JobStatus, asked: JobSpec) -> str:
     if job.source == "queue" and not job.comment.startswith(asked.comment):
         found.append(f"Slurm changed its comment to {job.comment[:_SHOWN]!r}")
     # A site's defaults for these settings do not count as changes.
-    wanted = {"requeue": "0", "time limit": asked.resources.time, "partition": asked.resources.partition}
+    wanted = {
+        "requeue": "" if asked.expedite else "0",
+        "time limit": asked.resources.time,
+        "partition": asked.resources.partition,
+    }
     for name, value in (wanted | {"account": asked.resources.account, "qos": asked.resources.qos}).items():
         actual = job.settings.get(name, "")
         if value and actual and not _agrees(name, actual, value):
@@ -195,10 +203,19 @@ class SchedulerSnapshot:
             found |= {id(job): job for job in self.of_record(record)}
         return [job for job in found.values() if is_live(job) and job.state != UNREADABLE]
 
+    def requeued_job(self, run: Run, attempt: Attempt) -> JobStatus | None:
+        """Return the attempt's job if Slurm has ended this run of it and requeued it; its SLUID is then another."""
+        for job in self.of_run(run):
+            if attempt.sluid and job.job_id == attempt.job_id and job.sluid not in ("", attempt.sluid):
+                return job
+        return None
+
     def owner(self, job: JobStatus) -> JobRecord | None:
         """Return the record of the attempt for which the job was submitted; None if no record matches."""
         named = [record for tag in tags(job) if (record := self.records.get((tag.run, tag.attempt))) is not None]
-        by_id = [record for record in self.records.values() if job.job_id in record.ids] if not named else []
+        by_id = (
+            [record for record in self.records.values() if job.job_id in record.ids] if job.sluid or not named else []
+        )
         return next((record for record in (*named, *by_id) if identify(job, record)[0]), None)
 
     def record(self, attempt: Attempt) -> JobRecord:
@@ -206,13 +223,15 @@ class SchedulerSnapshot:
         known = self.records.get((attempt.run, attempt.number))
         return known or JobRecord(
             run=attempt.run, attempt=attempt.number, nonce=attempt.nonce, name=attempt.job_name,
-            job_id=attempt.job_id, submit_time=attempt.submit_time,
+            job_id=attempt.job_id, submit_time=attempt.submit_time, sluid=attempt.sluid,
         )  # fmt: skip
 
     @cached_property
     def _jobs(self) -> tuple[JobStatus, ...]:
-        """Each job once; an answer to a poll by id takes precedence over the sweep."""
-        return (*self.polled.values(), *(job for job in self.found if not job.job_id or job.job_id not in self.polled))
+        """Each run of a job once; an answer to a poll by id takes precedence over the sweep."""
+        earlier = (before for job in self.polled.values() for before in job.earlier)
+        swept = (job for job in self.found if not job.job_id or job.job_id not in self.polled)
+        return (*self.polled.values(), *earlier, *swept)
 
     @cached_property
     def _jobs_by_tag(self) -> dict[tuple[str, int], list[JobStatus]]:

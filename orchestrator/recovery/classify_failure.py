@@ -44,6 +44,9 @@ class Evidence:
     attempt: int
     answered: bool  # the scheduler answered; without an answer there is no verdict
     job: JobStatus | None  # adopted job as the scheduler knows it; None if the answered look-ups do not include it
+    restarts: int = 0  # times that Slurm had requeued the job before this attempt
+    requeued_job: JobStatus | None = None  # next run of the job, if Slurm has ended the attempt's and requeued it
+    requeued_for: float = 0.0  # seconds since that was first seen
     unrecorded: bool = False  # the job has left the queue while accounting, which knows its end, does not answer
     absent_for: float = 0.0  # seconds of answered look-ups without the job
     ended_for: float = 0.0  # seconds since the job was first seen to have ended, or to be gone and have an outcome
@@ -147,7 +150,7 @@ def judge(evidence: Evidence) -> Verdict:
         return _open("the scheduler does not answer: nothing is assumed")
     job = evidence.job
     if job is None:
-        return _judge_absent(evidence)
+        return _judge_absent(evidence) if evidence.requeued_job is None else _judge_requeued(evidence)
     # A job in COMPLETING still has processes; a stuck one is fenced instead of waited for.
     if evidence.job_leaving:
         stuck = evidence.leaving_for >= LEAVING_LIMIT
@@ -174,6 +177,13 @@ def judge(evidence: Evidence) -> Verdict:
 
 def _open(reason: str) -> Verdict:
     return AttemptState.RUNNING, reason, None
+
+
+def _judge_requeued(evidence: Evidence) -> Verdict:
+    """Return the verdict on a run of a job that Slurm has ended, while accounting does not show how."""
+    if evidence.requeued_for >= RECORD_GRACE or evidence.unrecorded:
+        return _judge_ended(evidence)
+    return _open("Slurm has requeued the job: waiting for accounting to show why")
 
 
 def _judge_absent(evidence: Evidence) -> Verdict:
@@ -229,10 +239,10 @@ def classify(evidence: Evidence) -> Failure:
     if evidence.gave_up:
         return Failure(kind=FailureKind.NODES_MISSING, reason=evidence.gave_up)
     # Slurm restarted the job, and orch ended it, because a requeued job must not train again.
-    if job is not None and (job.restarts > 0 or (evidence.requeued and job.state in _TAKEN_AWAY)):
-        kind = FailureKind.NODE_LOST if evidence.started else FailureKind.LAUNCH_FAILED
+    restarted = job is not None and job.restarts > evidence.restarts
+    if job is not None and (restarted or (evidence.requeued and job.state in _TAKEN_AWAY)):
         times = f" ({job.restarts} restarts)" if job.restarts else ""  # unknown to accounting
-        return Failure(kind=kind, reason=f"Slurm requeued job {job.job_id}{times}; orch ended it")
+        return _requeue_failure(evidence, f"Slurm requeued job {job.job_id}{times}; orch ended it")
     # A coordinator that stalled cannot report its own end.
     if outcome is None and (stood := _stood_still(evidence, job)) is not None:
         return stood
@@ -259,11 +269,17 @@ def classify(evidence: Evidence) -> Failure:
     # The coordinator's outcome takes precedence over COMPLETED and FAILED.
     if outcome is not None:
         return _failure_from_outcome(evidence, outcome)
+    if job is None and (requeued := evidence.requeued_job) is not None:
+        return _requeue_failure(evidence, f"Slurm requeued job {requeued.job_id}; accounting does not show why")
     if job is None:
         reason = f"Slurm has not known the job for {evidence.absent_for:.0f} s and its heartbeat is silent"
         also = "; its accounting does not answer" if evidence.unrecorded else ""
         return Failure(kind=FailureKind.JOB_LOST, reason=reason + also)
     return _failure_from_logs(evidence, job)
+
+
+def _requeue_failure(evidence: Evidence, reason: str) -> Failure:
+    return Failure(kind=FailureKind.NODE_LOST if evidence.started else FailureKind.LAUNCH_FAILED, reason=reason)
 
 
 def _stood_still(evidence: Evidence, job: JobStatus | None) -> Failure | None:

@@ -26,6 +26,10 @@ _CREATION = (
     BEGIN SELECT RAISE(ABORT, 'a config is never changed: runs point at it'); END""",
 )
 MIGRATIONS: Mapping[str, tuple[str, ...]] = {
+    "0010": (
+        "ALTER TABLE attempts ADD COLUMN sluid TEXT DEFAULT '' NOT NULL",
+        "ALTER TABLE attempts ADD COLUMN restarts INTEGER DEFAULT 0 NOT NULL",
+    ),
     "0011": (
         "ALTER TABLE runs ADD COLUMN predecessor TEXT DEFAULT '' NOT NULL",
         "ALTER TABLE runs ADD COLUMN sweep TEXT DEFAULT '{}' NOT NULL",

@@ -109,6 +109,8 @@ class Attempt:
     expected_start: float | None = None  # Slurm's last estimate of a waiting job's start, made at `expected_at`
     expected_at: float | None = None
     smaller_world: dict[str, Any] | None = None  # {nodes, spare_nodes, of, of_spare_nodes, reason, base}, else None
+    sluid: str = ""  # Slurm's identity of one run of a job (24.11 and later); empty: unknown
+    restarts: int = 0  # times that Slurm had requeued the job before this attempt, which continues in it
 
     @property
     def base_digest(self) -> str:

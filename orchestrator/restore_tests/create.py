@@ -40,6 +40,7 @@ from orchestrator.scheduler.slurm.sbatch_values import minutes
 from orchestrator.submission.resume_contract import PACKAGES, TORCH, Rule, identity_changes
 from orchestrator.submission.resume_request import current_identity, trained_identity
 from trainer.protocol import restore_test
+from trainer.protocol.config import NEVER
 from trainer.protocol.plain_data import build
 from trainer.protocol.restore_test import CHECKPOINT_VARIABLE, RESTORE_PROGRAM, UNDECIDED, Outcome
 from trainer.protocol.run_dir import RunDir
@@ -267,7 +268,7 @@ def _compose_test(
     if asked.kind:
         data["cluster"]["kind"] = asked.kind
     data["checkpoint"] |= {"every": 0, "tiers": [], "max_unsaved_steps": 0}
-    data["recovery"] |= {"restarts_in_place": 0, "max_failures": 0}
+    data["recovery"] |= {"restarts_in_place": 0, "max_failures": 0, "requeue": NEVER}
     data["detection"]["spike"]["deviations"] = 0.0
     hang = data["detection"]["hang"]
     hang["slow"] = hang["most"] = max(hang["most"], 60.0 * longest)  # ranks wait for the slowest reader

@@ -7,6 +7,7 @@ from orchestrator.config.run_config import RunConfig
 from orchestrator.registry.records import Attempt, Run
 from orchestrator.scheduler.interface import ENDED_STATES, JobSpec, JobStatus, Resources, job_comment
 from orchestrator.scheduler.job_environment import Submitter
+from trainer.protocol.config import AUTO
 from trainer.protocol.run_dir import RunDir
 
 
@@ -31,8 +32,8 @@ def job_spec(run: Run, attempt: Attempt, config: RunConfig) -> JobSpec:
         submission=folder.attempt(attempt.number).submission,
         resources=Resources(
             nodes=cluster.all_nodes, spares=cluster.spare_nodes, cpus_per_task=cluster.cpus_per_task,
-            gpus_per_node=cluster.gpus_per_node, mem=cluster.mem, time=cluster.time, partition=cluster.partition,
-            account=cluster.account, qos=cluster.qos, constraint=cluster.constraint,
+            gpus_per_node=cluster.gpus_per_node, gpus=cluster.gpus, mem=cluster.mem, time=cluster.time,
+            partition=cluster.partition, account=cluster.account, qos=cluster.qos, constraint=cluster.constraint,
             exclude=named + attempt.excluded, avoided=attempt.excluded, signal_lead=cluster.signal_lead,
             sbatch=dict(cluster.sbatch),
         ),
@@ -40,4 +41,5 @@ def job_spec(run: Run, attempt: Attempt, config: RunConfig) -> JobSpec:
         template_args=dict(cluster.template_args),
         python=cluster.python,
         submitter=Submitter.from_identity(run.identity),
+        expedite=config.recovery.requeue == AUTO,
     )  # fmt: skip

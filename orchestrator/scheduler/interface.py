@@ -43,6 +43,7 @@ class Resources:
     spares: int = 0  # the job can lose this many of its nodes and continue
     cpus_per_task: int = 1
     gpus_per_node: int = 0
+    gpus: str = "per-node"  # option that requests them: per-node or gres
     mem: str = ""
     time: str = "1:00:00"
     partition: str = ""
@@ -69,6 +70,7 @@ class JobSpec:
     template_args: dict[str, str] = field(default_factory=dict)
     python: str = ""
     submitter: Submitter = field(default_factory=Submitter.from_current_process)
+    expedite: bool = False  # Slurm may requeue the job after a node failure and keep its other nodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,19 +93,22 @@ class JobStatus:
     unlaunched: bool = False  # cancelled on its nodes without a signal to its script: it may never have run
     cancelled_by: int | None = None  # id of the user who cancelled it, if known
     nodes_down: tuple[str, ...] = ()  # nodes of an ending or ended job that the scheduler reports down
+    sluid: str = ""  # Slurm's identity of one run of a job: a requeued job has another one; empty: unknown
     source: str = "queue"  # or "accounting"
     script_tag: str | None = field(default=None, compare=False)  # job name in its script, if it has no other tag
     files: tuple[str, ...] = field(default=(), compare=False)  # script and standard output: queue only
     settings: Mapping[str, str] = field(default_factory=dict, compare=False)  # partition, account, ...: queue only
+    earlier: "tuple[JobStatus, ...]" = field(default=(), compare=False)  # ended runs of a requeued job, by accounting
 
 
 QUEUED_STATES = frozenset(
     {
-        "PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "EXPEDITING",
-        "SPECIAL_EXIT",
+        "PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT",
     }
 )  # fmt: skip
 """SPECIAL_EXIT: requeued and held (`scontrol requeuehold state=SpecialExit`)."""
+WAITING_STATES = frozenset({"PENDING", "EXPEDITING"})
+"""EXPEDITING: the surviving nodes of a requeued job wait for those that replace the failed ones."""
 RUNNING_STATES = frozenset({"RUNNING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT"})
 LEAVING_STATES = frozenset({"COMPLETING"})  # processes of the job may still run, so no successor may start
 ENDED_STATES = frozenset(

@@ -43,7 +43,7 @@ class ModelAgents:
         """Advance by some seconds."""
         if self.dead or self.frozen or self.exit_code is not None:
             return
-        if self.restarts > 0:
+        if self.restarts > 0 and not self.spec.expedite:
             self.exit_code = ExitCode.RETRY
         elif self.token is None:
             self._wait_for_go()
@@ -51,19 +51,22 @@ class ModelAgents:
             self._train(seconds)
 
     def _wait_for_go(self) -> None:
-        try:
-            token = LaunchToken.read(self.place.go)
-        except (OSError, ValueError):
-            token = None
-        if token is not None and (token.attempt, token.job_id) == (self.spec.attempt, self.job_id):
-            self.token, self.config = token, load(self.folder, self.spec.attempt)
-            self._begin()
-        elif self.clock.now - self.began > GO_TIMEOUT:
+        places = self.folder.all_attempts() if self.restarts else [self.place]
+        for place in places:
+            try:
+                token = LaunchToken.read(place.go)
+            except (OSError, ValueError):
+                continue
+            if (token.attempt, token.job_id, token.restarts) == (place.number, self.job_id, self.restarts):
+                self.token, self.config, self.place = token, load(self.folder, place.number), place
+                self._begin()
+                return
+        if self.clock.now - self.began > GO_TIMEOUT:
             self.exit_code = ExitCode.RETRY
 
     def _begin(self) -> None:
         assert self.token is not None
-        self._events = EventLog(self.place.event_file("agent-0000"), "agent-0000", self.spec.attempt, clock=self.clock)
+        self._events = EventLog(self.place.event_file("agent-0000"), "agent-0000", self.place.number, clock=self.clock)
         self._events.generation = 1
         self._say(EventKind.ATTEMPT_STARTED, job_id=self.job_id, nodes=list(self.nodes), world=2)
         self._say(EventKind.GENERATION_STARTED, world=2, nodes=list(self.nodes))
@@ -95,7 +98,7 @@ class ModelAgents:
             self._listen()
 
     def _listen(self) -> None:
-        for request in pending(self.folder.requests, self.spec.attempt, set()):
+        for request in pending(self.folder.requests, self.place.number, set()):
             if request.kind is RequestKind.STOP:
                 self._save()
                 self._end(AttemptResult.STOPPED, request.reason, ExitCode.STOPPED_AFTER_SAVE)
@@ -114,7 +117,7 @@ class ModelAgents:
 
     def _end(self, result: AttemptResult, reason: str, code: ExitCode, failure: Failure | None = None) -> None:
         outcome = AttemptOutcome(
-            attempt=self.spec.attempt, job_id=self.job_id, result=result, reason=reason, exit_code=code,
+            attempt=self.place.number, job_id=self.job_id, result=result, reason=reason, exit_code=code,
             step=self.step_done, generations=1, started_at=self.began, ended_at=self.clock.now, failure=failure,
         )  # fmt: skip
         outcome.write(self.place.outcome)
@@ -132,7 +135,7 @@ class ModelAgents:
 
     def _save(self) -> None:
         assert self.token is not None
-        name = checkpoint_name(self.step_done, self.spec.attempt, self.token.nonce)
+        name = checkpoint_name(self.step_done, self.place.number, self.token.nonce)
         path = self.folder.checkpoints / name
         if path.exists() or not self._fence():
             return

@@ -49,6 +49,7 @@ class ModelJob:
     agents: ModelAgents | None = None
     reason: str = "None"
     released: float = 0.0
+    earlier: tuple[JobStatus, ...] = ()  # ended runs of the job
     eligible: float = 0.0
 
     @property
@@ -103,6 +104,7 @@ class ModelSlurm:
         self.jobs: list[ModelJob] = []
         self.zombies: list[ModelAgents] = []
         self.reachable = True
+        self.sluids = False  # Slurm 25.11 and later
         self.calls: list[str] = []
         self.hidden: set[str] = set()  # ids missing from answers, with frozen processes
         self.agents_of: dict[str, list[ModelAgents]] = {}
@@ -195,7 +197,8 @@ class ModelSlurm:
             job_id=job.job_id, name=job.spec.name, state=job.state, submit_time=slurm_time(job.submitted),
             comment=job.spec.comment, nodes=job.nodes, restarts=job.restarts, held=job.held and job.state == "PENDING",
             start_time=job.started, end_time=job.started + job.limit if job.started is not None else None,
-            reason=job.reason, files=job.files,
+            reason=job.reason, files=job.files, sluid=f"s{job.job_id}.{job.restarts}" if self.sluids else "",
+            earlier=job.earlier if self.slurm_faults.accounting else (),
         )  # fmt: skip
         status = JobStatus(**told | job.shown)
         if job.ended is not None or tags(status):
@@ -252,7 +255,7 @@ class ModelSlurm:
                 self._arriving.remove((at, spec))
                 self._accept(spec)
             for job in self.jobs:
-                if job.state == "PENDING" and not job.held and now >= job.eligible:
+                if job.state in ("PENDING", "EXPEDITING") and not job.held and now >= job.eligible:
                     self._start(job)
         for job in self.jobs:
             self._run(job, seconds, now)
@@ -283,7 +286,7 @@ class ModelSlurm:
 
     def end(self, job: ModelJob, state: str, wait: float = KILL_WAIT) -> None:
         """End a job: through COMPLETING if it ran, immediately if it waited."""
-        if job.state == "PENDING":
+        if job.state in ("PENDING", "EXPEDITING"):
             job.state, job.ended = state, self.clock.now
             job.accounted_at = self.clock.now + self.slurm_faults.accounting_lag
         elif job.state == "RUNNING":
@@ -309,11 +312,24 @@ class ModelSlurm:
 
         It gets another submit time, begins two minutes later, and leaves a permanent row in accounting.
         """
-        self._closed.append(replace(self._status(job), state="REQUEUED", source="accounting"))
+        row = replace(self._status(job), state="REQUEUED", source="accounting")
+        self._closed.append(row)
         job.state, job.started, job.nodes, job.restarts = "PENDING", None, (), job.restarts + 1
         job.submitted, job.eligible, job.reason = self.clock.now, self.clock.now + 121.0, "BeginTime"
         if job.agents is not None:
             job.agents.dead = True
+
+    def expedite(self, job: ModelJob) -> str:
+        """Fail the job's last node; Slurm requeues the job with an expedited requeue. Return the node."""
+        dead = job.nodes[-1]
+        self.down.add(dead)
+        row = replace(self._status(job), state="NODE_FAIL", source="accounting", nodes_down=(dead,), earlier=())
+        job.earlier = (*job.earlier, row)
+        job.state, job.started, job.nodes, job.restarts = "EXPEDITING", None, (), job.restarts + 1
+        job.submitted, job.reason = self.clock.now, "Resources"
+        if job.agents is not None:
+            job.agents.dead = True
+        return dead
 
     def crash(self) -> None:
         """Restart slurmctld without its unsaved state; ids of lost jobs are reused.

@@ -220,7 +220,7 @@ class World:
         return job.state == "COMPLETING" and self.clock.now - job.leaving >= LEAVING_LIMIT
 
     def _check_ended_means_gone(self) -> None:
-        live = {job.spec.attempt: job for job in self._ours() if job.live and not job.held}
+        live = {job.spec.attempt: job for job in self._ours() if job.live and not job.held and not job.restarts}
         for attempt in self.attempts:
             if attempt.state is AttemptState.ENDED and attempt.number in live:
                 job = live[attempt.number]
@@ -243,9 +243,9 @@ class World:
 
     def _check_fence(self) -> None:
         """No commit of an attempt after a later one was let go."""
-        agents = sorted(self.slurm.agents_of.get(self.name, []), key=lambda one: one.spec.attempt)
+        agents = sorted(self.slurm.agents_of.get(self.name, []), key=lambda one: one.place.number)
         for index, old in enumerate(agents):
-            later = [one.began for one in agents[index + 1 :] if one.token and one.spec.attempt > old.spec.attempt]
+            later = [one.began for one in agents[index + 1 :] if one.token and one.place.number > old.place.number]
             for at, name in old.commits:
                 assert not later or at <= min(later), f"{name} was committed behind the fence"
 

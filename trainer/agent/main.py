@@ -23,7 +23,7 @@ from trainer.agent.attempt_state.attempt_state import RunningAttempt
 from trainer.agent.control import tcp_transport
 from trainer.agent.control.tcp_transport import CoordinatorPeer, ForeignProtocol, WireError, connect
 from trainer.agent.coordination.coordinator import Coordinator
-from trainer.agent.coordination.launch_gate import LaunchRefused, wait_for_go
+from trainer.agent.coordination.launch_gate import LaunchRefused, wait_for_go, wait_for_next_go
 from trainer.agent.node_agent import NodeAgent
 from trainer.agent.processes import proc, watchdog
 from trainer.agent.processes.background_tasks import (
@@ -230,10 +230,14 @@ class Agent:
             return ExitCode.NEVER_RETRY
         try:
             self._follow_job(identity)
+            token = None
+            if identity.restarts > 0 and identity.expedited:
+                token = await wait_for_next_go(self._run, identity, self._attempt.number)
+                self._attempt = self._run.attempt(token.attempt)
             self._stderr_writers += copy_stderr_to_log(
                 self._node_logs.descriptor(self._attempt.agent_log(identity.node))
             )
-            token = await wait_for_go(self._attempt.go, identity, self._attempt.number)
+            token = token or await wait_for_go(self._attempt.go, identity, self._attempt.number)
             config = await read_file(lambda: self._config(identity, token), self._run.path, _READ_SECONDS)
             run_secrets.enter(await read_file(lambda: self._secrets(config), self._run.path, _READ_SECONDS))
             self._node_logs.limit(config.logs)

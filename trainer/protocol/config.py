@@ -81,6 +81,10 @@ class ValidationConfig:
         require_least("validation", self, every=0, batches=0)
 
 
+AUTO, NEVER = "auto", "never"
+"""Values of `recovery.requeue`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecoveryConfig:
     """Limits on retries."""
@@ -101,11 +105,17 @@ class RecoveryConfig:
     """Largest share of the partition that may be excluded (at least one node, if the job can do without it)."""
     exclude_slow_after: int = 2
     """Number of attempts a node must slow down before it is excluded; 0: never."""
+    requeue: str = "auto"
+    """`auto`: where the site enables Slurm's expedited requeue, a job keeps its surviving nodes when one fails, and the
+    next attempt continues in it; `never`: each attempt is a new job."""
     patience: float = 3600.0
     """Seconds a job may wait for all its nodes before the next one requests fewer (`cluster.min_nodes`)."""
 
     def __post_init__(self) -> None:
-        require_least("recovery", self, **dict.fromkeys((item.name for item in fields(self)), 0))
+        numbers = (item.name for item in fields(self) if item.name != "requeue")
+        require_least("recovery", self, **dict.fromkeys(numbers, 0))
+        if self.requeue not in (AUTO, NEVER):
+            raise ValueError(f"recovery.requeue={self.requeue}: must be {AUTO} or {NEVER}")
         if self.exclude_share > 1:
             raise ValueError(f"recovery.exclude_share={self.exclude_share}: must be at most 1")
 

@@ -24,6 +24,7 @@ class LaunchToken:
     corrupt: tuple[str, ...] = ()  # checkpoints of earlier attempts that must never be loaded
     over: tuple[str, ...] = ()  # `<attempt>-<nonce>` of the run's earlier attempts, which no longer write
     config_digest: str = ""  # digest of the config at launch; empty: unknown
+    restarts: int = 0  # times that Slurm had requeued the job when it was launched for this attempt
     trained: bool = False  # an earlier attempt of the run has reached a step, saved or not
     mtbf: float = 0.0  # mean seconds between failures of a job of this size; 0: unknown
 
@@ -43,7 +44,11 @@ class LaunchToken:
 
     def is_same(self, other: "LaunchToken") -> bool:
         """Return whether both tokens launch the same job. Their epochs may differ after a controller takeover."""
-        return (self.attempt, self.job_id, self.nonce) == (other.attempt, other.job_id, other.nonce)
+        return self._launch == other._launch
+
+    @property
+    def _launch(self) -> tuple[int, str, int, str]:
+        return self.attempt, self.job_id, self.restarts, self.nonce
 
 
 def revoke(path: Path) -> None:

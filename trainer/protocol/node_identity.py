@@ -84,8 +84,13 @@ class NodeIdentity:
     node: int
     nodes: int
     name: str
-    restarts: int = 0
+    restarts: int = 0  # times that Slurm has requeued the job
+    expedited: bool = False  # its next attempt continues in the job once Slurm has requeued it
     switches: tuple[str, ...] = ()  # network switches above the node, top one first, if the scheduler reports them
+
+
+REQUEUE_VARIABLE, EXPEDITE = "ORCH_REQUEUE", "expedite"
+"""Variable of a job's script, and its value in a job submitted with `--requeue=expedite`."""
 
 
 def local_job_id(pid: int) -> str:
@@ -115,6 +120,7 @@ def discover(environ: Mapping[str, str] = os.environ) -> NodeIdentity:
             nodes=int(environ.get("SLURM_NNODES", "1")),
             name=environ.get("SLURMD_NODENAME", f"node-{environ['SLURM_NODEID']}"),
             restarts=int(environ.get("SLURM_RESTART_COUNT") or 0),
+            expedited=environ.get(REQUEUE_VARIABLE) == EXPEDITE,
             switches=_switches(environ),
         )
     raise RuntimeError("not inside a job: neither SLURM_JOB_ID nor SUBMITIT_LOCAL_JOB_ID is set")

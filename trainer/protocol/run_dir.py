@@ -26,6 +26,7 @@ class AttemptDir:
     code = _entry("code.json")  # the user's code that this attempt imported: a CodeRecord
     submission = _entry("submission")
     go = _entry("GO")
+    requeued = _entry("requeued.json")  # present if this attempt continues in an earlier one's job: its log sizes
     coordinator = _entry("coordinator.json")
     outcome = _entry("outcome.json")
     heartbeat = _entry("heartbeat.json")

@@ -9,16 +9,20 @@ from collections.abc import Callable, Collection
 from orchestrator.errors import SlurmUnreachable
 from orchestrator.scheduler.interface import UNRECORDED, Backoff, JobStatus
 from orchestrator.scheduler.slurm.command_output import (
-    SACCT_FORMAT,
     SEPARATOR,
     TIMEOUT_S,
     UnreadableField,
+    Version,
+    accounting_fields,
+    ended_incarnations,
     ended_jobs,
+    join_resized,
     no_contact,
     read_accounting,
     run_command,
     unreachable,
 )
+from orchestrator.scheduler.slurm.site_features import SiteFeatures
 
 ASK_AGAIN, ASK_AGAIN_AT_MOST = 30.0, 600.0
 """First and longest pause, in seconds, after a query without an answer. Pauses double each time."""
@@ -40,6 +44,7 @@ class Accounting:
         self._timeout, self._patience, self._mono = timeout, patience, mono
         self._failures = Backoff(mono, first=ASK_AGAIN, longest=ASK_AGAIN_AT_MOST)
         self._query: _Query | None = None
+        self.site = SiteFeatures()
         self._rests_until = mono()
         self._silence = ""  # why the last query failed
 
@@ -48,17 +53,32 @@ class Accounting:
 
         An id without a record is missing. An answer that arrives after this call is returned by the next one.
         """
-        answer = self._collect()
-        if answer is None and self._query is None and self._is_due():
-            self._query = _Query(frozenset(ids), self._timeout, self._mono)
-            self._query.start()
-            self._query.join(self._patience)
-            answer = self._collect()
+        answer = self._ask(ids)
         if answer is None:
             return {job_id: _make_unrecorded(job_id, self._reason()) for job_id in ids}
         recorded = {job.job_id: job for job in ended_jobs(answer.rows)}
         found = {job_id: job for job_id, job in recorded.items() if job_id in ids}
         return found | {job_id: _make_unrecorded(job_id, "sacct is queried next") for job_id in set(ids) - answer.ids}
+
+    def find_earlier(self, ids: Collection[str]) -> dict[str, tuple[JobStatus, ...]]:
+        """Return the ended runs of these requeued jobs, by id; ids that accounting has not answered for are missing."""
+        answer = self._ask(ids)
+        if answer is None:
+            return {}
+        rows = join_resized(answer.rows)
+        return {
+            job_id: ended_incarnations(row for row in rows if row.job_id == job_id) for job_id in set(ids) & answer.ids
+        }
+
+    def _ask(self, ids: Collection[str]) -> "_Query | None":
+        """Return an answered query, perhaps of other ids; None if there is none yet."""
+        answer = self._collect()
+        if answer is None and self._query is None and self._is_due():
+            self._query = _Query(frozenset(ids), self._timeout, self._mono, self.site.version())
+            self._query.start()
+            self._query.join(self._patience)
+            answer = self._collect()
+        return answer
 
     def _is_due(self) -> bool:
         return self._failures.is_due("sacct") and self._mono() >= self._rests_until
@@ -87,24 +107,35 @@ class Accounting:
 class _Query(threading.Thread):
     """One call of sacct for some ids. Unless it has an `error`, `rows` are accounting's records."""
 
-    def __init__(self, ids: frozenset[str], timeout: float, mono: Callable[[], float]) -> None:
+    def __init__(self, ids: frozenset[str], timeout: float, mono: Callable[[], float], version: Version) -> None:
         super().__init__(name="sacct", daemon=True)  # the process may exit while sacct runs
         self.ids, self.rows, self.took = ids, list[JobStatus](), 0.0
         self.error: SlurmUnreachable | None = SlurmUnreachable("the query of sacct ended without a result")
-        self._timeout, self._mono = timeout, mono
+        self._timeout, self._mono, self._version = timeout, mono, version
 
     def run(self) -> None:
         began = self._mono()
         try:
-            self.rows, self.error = query_accounting(self.ids, self._timeout), None
+            self.rows, self.error = query_accounting(self.ids, self._timeout, self._version), None
         except SlurmUnreachable as error:
             self.error = error
         self.took = self._mono() - began
 
 
-def query_accounting(ids: Collection[str], timeout: float = TIMEOUT_S) -> list[JobStatus]:
+def query_accounting(ids: Collection[str], timeout: float = TIMEOUT_S, version: Version = ()) -> list[JobStatus]:
     """Return accounting's rows of these jobs; none if Slurm has no accounting. Raises SlurmUnreachable."""
-    shape = ["-X", "-D", "-n", "-p", "--delimiter", SEPARATOR, "-o", SACCT_FORMAT, "-u", str(os.getuid())]
+    shape = [
+        "-X",
+        "-D",
+        "-n",
+        "-p",
+        "--delimiter",
+        SEPARATOR,
+        "-o",
+        ",".join(accounting_fields(version)),
+        "-u",
+        str(os.getuid()),
+    ]
     done = run_command(["sacct", *shape, "-j", ",".join(sorted(ids))], timeout)
     if _NO_ACCOUNTING in done.stderr.lower():
         return []
@@ -113,7 +144,7 @@ def query_accounting(ids: Collection[str], timeout: float = TIMEOUT_S) -> list[J
     if done.returncode != 0 or said_nothing or no_contact(done.stderr):
         raise unreachable("sacct", done.stderr)
     try:
-        recorded, whole = read_accounting(done.stdout, lambda job: job.job_id in ids)
+        recorded, whole = read_accounting(done.stdout, lambda job: job.job_id in ids, version)
     except UnreadableField as error:
         raise unreachable("sacct", str(error)) from error
     if not whole:

@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,7 +23,6 @@ SQUEUE_FIELDS = (
     ("Account", 128), ("QOS", 128), ("NodeList", 16384), ("Comment", 512), ("Command", 1024), ("STDOUT", 1024),
     ("Name", 512),
 )  # fmt: skip
-SQUEUE_FORMAT = ",".join(f"{name}:{width}{SEPARATOR}" for name, width in SQUEUE_FIELDS)
 SEARCH_FIELDS = (
     ("JobID", "%A"), ("State", "%T"), ("ArrayTask", "%K"), ("Comment", "%k"), ("Command", "%o"), ("Name", "%j"),
 )  # fmt: skip
@@ -32,7 +31,33 @@ SEARCH_FORMAT = "".join(f"{code}{SEPARATOR}" for _, code in SEARCH_FIELDS)
 OUTPUT_FIELDS = (("JobID", 64), ("State", 32), ("STDOUT", 1024))
 OUTPUT_FORMAT = ",".join(f"{name}:{width}{SEPARATOR}" for name, width in OUTPUT_FIELDS)
 SACCT_FIELDS = ("JobIDRaw", "State", "Reason", "ExitCode", "Submit", "End", "NodeList", "Comment", "JobName")
-SACCT_FORMAT = ",".join(SACCT_FIELDS)
+Version = tuple[int, ...]
+_VERSION = re.compile(r"^slurm\S* (\d+)\.(\d+)(?:\.(\d+))?", re.ASCII)
+
+
+def read_version(text: str) -> Version:
+    """Return the version that `squeue --version` prints, such as (25, 11, 3); empty if it prints something else."""
+    found = _VERSION.match(text)
+    return tuple(int(part or 0) for part in found.groups()) if found else ()
+
+
+def queue_fields(version: Version) -> tuple[tuple[str, int], ...]:
+    """Return squeue's columns with their widths; older versions refuse a format with an unknown column."""
+    return (("JobID", 64), ("Sluid", 32), *SQUEUE_FIELDS[1:]) if version >= (25, 11) else SQUEUE_FIELDS
+
+
+def accounting_fields(version: Version) -> tuple[str, ...]:
+    """Return sacct's columns."""
+    return ("JobIDRaw", "SLUID", "FailedNode", *SACCT_FIELDS[1:]) if version >= (24, 11) else SACCT_FIELDS
+
+
+def queue_format(version: Version) -> str:
+    return ",".join(f"{name}:{width}{SEPARATOR}" for name, width in queue_fields(version))
+
+
+SQUEUE_FORMAT, SACCT_FORMAT = queue_format(()), ",".join(accounting_fields(()))
+"""Formats that every version accepts."""
+
 _SETTINGS = {"time limit": "TimeLimit", "requeue": "Requeue", "partition": "Partition", "account": "Account",
              "qos": "QOS"}  # fmt: skip
 """Slurm's names of settings that a site may change after the request, keyed by common name."""
@@ -74,9 +99,9 @@ class Listing(NamedTuple):
     whole: bool
 
 
-def read_queue(text: str, mine: Mine = lambda job: True) -> Listing:
-    """Return jobs listed by `squeue -h -O SQUEUE_FORMAT` that satisfy `mine`. Raises UnreadableField."""
-    return _read(text, tuple(name for name, _ in SQUEUE_FIELDS), _parse_queue_row, mine)
+def read_queue(text: str, mine: Mine = lambda job: True, version: Version = ()) -> Listing:
+    """Return jobs listed by `squeue -h -O` with `queue_format` that satisfy `mine`. Raises UnreadableField."""
+    return _read(text, tuple(name for name, _ in queue_fields(version)), _parse_queue_row, mine)
 
 
 def read_search(text: str) -> Listing:
@@ -92,13 +117,13 @@ def read_outputs(text: str, mine: Mine) -> Listing:
     return _read(text, tuple(name for name, _ in OUTPUT_FIELDS), _parse_output_row, mine)
 
 
-def read_accounting(text: str, mine: Mine = lambda job: True) -> Listing:
-    """Return jobs listed by `sacct -X -D -n -p --delimiter SEPARATOR -o SACCT_FORMAT` that satisfy `mine`.
+def read_accounting(text: str, mine: Mine = lambda job: True, version: Version = ()) -> Listing:
+    """Return jobs listed by `sacct -X -D -n -p --delimiter SEPARATOR` with `accounting_fields` that satisfy `mine`.
 
     Two kinds of rows are left out: rows without a name, which appear when slurmdbd receives a job's end before its
     start, and rows of jobs that slurmctld has lost. Raises UnreadableField.
     """
-    return _read(text, SACCT_FIELDS, _parse_accounting_row, mine)
+    return _read(text, accounting_fields(version), _parse_accounting_row, mine)
 
 
 Row = dict[str, str]
@@ -163,6 +188,7 @@ def _parse_queue_row(row: Row) -> JobStatus:
         start_time=epoch(row["StartTime"]), end_time=epoch(row["EndTime"]), held=word == "PENDING" and held,
         source="queue", files=_files(row), unlaunched=_is_unlaunched(word, row, code, signal),
         settings={name: row[field] for name, field in _SETTINGS.items() if _known(row[field])},
+        sluid=_known(row.get("Sluid", "")),
     )  # fmt: skip
 
 
@@ -181,6 +207,9 @@ def _parse_accounting_row(row: Row) -> JobStatus | None:
     if row["JobName"] == _NAMELESS and not _known(row["NodeList"]):
         return None
     word = plain_state(row["State"])
+    # A job that failed and was requeued for it; after `scontrol requeue` there is no exit code.
+    if word == "REQUEUED" and "SLUID" in row and row["ExitCode"] != "0:0":
+        word = "FAILED"
     # A slurmctld that lost its state closes job records as CANCELLED. A user's scancel is "CANCELLED by UID".
     if row["State"] == "CANCELLED":
         return None
@@ -191,6 +220,7 @@ def _parse_accounting_row(row: Row) -> JobStatus | None:
         reason=_known(row["Reason"]), end_time=epoch(row["End"]), source="accounting",
         unlaunched=_is_unlaunched(word, row, code, signal),
         cancelled_by=int(by[1]) if (by := _CANCELLED_BY.fullmatch(row["State"])) else None,
+        sluid=_known(row.get("SLUID", "")), nodes_down=_failed_nodes(row),
     )  # fmt: skip
 
 
@@ -211,6 +241,14 @@ def _nodes(row: Row) -> tuple[str, ...]:
     text, width = row["NodeList"], dict(SQUEUE_FIELDS)["NodeList"]
     try:
         return () if "Name" in row and len(text) >= width else expand_nodes(text)
+    except UnreadableField:
+        return ()
+
+
+def _failed_nodes(row: Row) -> tuple[str, ...]:
+    """Return the nodes whose failure ended the job."""
+    try:
+        return expand_nodes(row.get("FailedNode", ""))
     except UnreadableField:
         return ()
 
@@ -236,10 +274,21 @@ def ended_jobs(jobs: list[JobStatus]) -> list[JobStatus]:
     """Return the ended jobs among accounting rows: the newest incarnation of each job, by its submit time.
 
     Only the queue proves that a job lives. A requeued job leaves a REQUEUED row forever, and a job lost by slurmctld
-    leaves a row that stays PENDING or RUNNING.
+    leaves a row that stays PENDING or RUNNING. Earlier incarnations with a SLUID are kept in `earlier`.
     """
-    newest = {(job.job_id, job.name): job for job in sorted(join_resized(jobs), key=lambda job: job.submit_time)}
-    return [job for job in newest.values() if job.state in ENDED_STATES or job.state == UNREADABLE]
+    found: dict[tuple[str, str], list[JobStatus]] = {}
+    for job in sorted(join_resized(jobs), key=lambda job: job.submit_time):
+        found.setdefault((job.job_id, job.name), []).append(job)
+    return [
+        replace(last, earlier=ended_incarnations(before))
+        for *before, last in found.values()
+        if last.state in ENDED_STATES or last.state == UNREADABLE
+    ]
+
+
+def ended_incarnations(jobs: Iterable[JobStatus]) -> tuple[JobStatus, ...]:
+    """Return the rows that accounting closed for a requeued job and that a SLUID identifies."""
+    return tuple(job for job in jobs if job.sluid and job.state in ENDED_STATES)
 
 
 DOWN = frozenset({"DOWN", "FAIL", "FAILING"})

@@ -200,8 +200,12 @@ _WAITS: tuple[tuple[str, Wait], ...] = (
     ("Resources", Wait(Lasts.CLEARS, "it waits for free nodes", for_nodes=True)),
     ("Priority", Wait(Lasts.CLEARS, "jobs with higher priority go first", for_nodes=True)),
     ("Licenses", Wait(Lasts.CLEARS, "it waits for licenses")),
+    ("NvidiaImexChannels", Wait(Lasts.CLEARS, "it waits for an IMEX channel, which a job returns when it ends")),
     ("Reservation", Wait(Lasts.CLEARS, "it waits for its reservation to begin")),
     ("BeginTime", Wait(Lasts.CLEARS, "it may not begin yet")),
+    ("Dependency", Wait(Lasts.CLEARS, "it waits for another job")),
+    ("JobHeldUser|job requeued in held state", Wait(Lasts.MAY_STAY, "a user holds it")),
+    ("Cleaning|Prolog|SchedDefer|BurstBuffer.*|.*burst buffer.*", Wait(Lasts.CLEARS, "Slurm is not ready to start it")),
 )  # fmt: skip
 """The first pattern that matches the whole reason decides."""
 
@@ -216,11 +220,14 @@ def find_wait(reason: str) -> Wait | None:
 
 
 def waits_for_nodes(reason: str) -> bool | None:
-    """Return whether a job with fewer nodes might start sooner, or None while Slurm has given no reason."""
+    """Return whether a job with fewer nodes might start sooner, or None while Slurm has given no reason.
+
+    An unknown reason counts as a wait for nodes: since 26.05, Slurm names the topology instead of `Resources`.
+    """
     if reason in ("", "None"):
         return None
     wait = find_wait(reason)
-    return wait is not None and wait.for_nodes
+    return wait is None or wait.for_nodes
 
 
 def waiting_words(reason: str, asked: Resources, run: str, waited: float) -> str:

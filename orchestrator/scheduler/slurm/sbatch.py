@@ -22,7 +22,17 @@ from orchestrator.scheduler.script import load_entry, own_folder, prepare, start
 from orchestrator.scheduler.slurm.command_output import expand_nodes, fold_nodes, require, run_command
 from orchestrator.scheduler.slurm.node_capacity import known_nodes, known_partitions, shortfall
 from orchestrator.scheduler.slurm.refusals import GRES, SIZE, is_of_sbatch, submit_error
-from orchestrator.scheduler.slurm.sbatch_values import check_field, check_nodes, check_options, check_text, minutes
+from orchestrator.scheduler.slurm.sbatch_values import (
+    GRES_GPU,
+    PER_NODE,
+    check_field,
+    check_nodes,
+    check_options,
+    check_text,
+    minutes,
+    names_gpus,
+)
+from trainer.protocol.node_identity import EXPEDITE, REQUEUE_VARIABLE
 
 _SUBMITTED = re.compile(r"^Submitted batch job (\d+)", re.MULTILINE)
 SBATCH_TIMEOUT_S = 60
@@ -78,10 +88,11 @@ def _bounded_sbatch(seconds: float) -> list[str]:
     return [timeout, "--kill-after=5", f"{seconds:g}", sbatch]
 
 
-def executor(spec: JobSpec, folder: Path | None = None) -> HeldExecutor:
+def executor(spec: JobSpec, folder: Path | None = None, *, expedite: bool = False) -> HeldExecutor:
     """Return submitit's executor for this job. Raises ConfigError for a value not allowed in a script.
 
-    `folder` is a name under which submitit reaches the job's folder even if another user renames it.
+    `folder` is a name under which submitit reaches the job's folder even if another user renames it. `expedite` lets
+    Slurm requeue the job after a node failure.
     """
     resources = spec.resources
     _check_path("cluster.root", spec.submission)
@@ -92,6 +103,7 @@ def executor(spec: JobSpec, folder: Path | None = None) -> HeldExecutor:
     by_name = folder in (None, spec.submission)
     setup = ["export SPT_NOENV=1", *prepared.setup]  # renamed processes keep a readable environment
     setup.append(f"export {TAG_VARIABLE}={shlex.quote(spec.name)}")
+    setup += [f"export {REQUEUE_VARIABLE}={EXPEDITE}"] if expedite else []
     if prepared.own_interpreter and spec.submitter.package_root:
         setup.append(f"export PYTHONPATH={shlex.quote(spec.submitter.package_root)}")
     made.update_parameters(
@@ -101,8 +113,9 @@ def executor(spec: JobSpec, folder: Path | None = None) -> HeldExecutor:
         srun_args=[*_srun_arguments(resources), *([] if by_name else _NO_FILES), *prepared.srun],
         additional_parameters={
             **_placement(resources),
-            **check_options(resources.sbatch),
+            **_options(resources),
             **_fixed_options(spec),
+            **({"requeue": EXPEDITE} if expedite else {"no-requeue": True}),
             **({} if by_name else {"output": "/dev/null", "error": "/dev/null"}),
         },
     )  # fmt: skip
@@ -119,7 +132,7 @@ def _placement(resources: Resources) -> dict[str, Any]:
     }
     if resources.exclude:
         chosen["exclude"] = check_nodes("cluster.exclude", resources.exclude)
-    if resources.gpus_per_node:
+    if resources.gpus_per_node and resources.gpus == PER_NODE:
         chosen["gpus-per-node"] = resources.gpus_per_node
     return chosen
 
@@ -130,9 +143,18 @@ def allocation_words(spec: JobSpec) -> tuple[str, ...]:
     options = {
         "job-name": check_field("name", spec.name, "name"), "nodes": resources.nodes, "ntasks-per-node": 1,
         "cpus-per-task": resources.cpus_per_task, "time": minutes("cluster.time", resources.time),
-        **_placement(resources), **check_options(resources.sbatch),
+        **_placement(resources), **_options(resources),
     }  # fmt: skip
     return "salloc", *(f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items())
+
+
+def _options(resources: Resources) -> dict[str, Any]:
+    """Return the user's own options; with `cluster.gpus=gres`, their `gres` names the GPUs or gets them added."""
+    options = check_options(resources.sbatch)
+    given = str(options.get("gres", ""))
+    if resources.gpus_per_node and resources.gpus == GRES_GPU and not names_gpus(given):
+        options["gres"] = ",".join(filter(None, (given, f"gpu:{resources.gpus_per_node}")))
+    return options
 
 
 def _fixed_options(spec: JobSpec) -> dict[str, Any]:
@@ -140,7 +162,6 @@ def _fixed_options(spec: JobSpec) -> dict[str, Any]:
     return {
         **({"no-kill": True} if spec.resources.spares else {}),
         "hold": True,
-        "no-requeue": True,
         "export": "ALL",
         "chdir": str(spec.run_dir),
         "signal": f"USR2@{spec.resources.signal_lead}",
@@ -163,9 +184,9 @@ def _check_path(key: str, path: Path) -> None:
         raise ConfigError(f"{key}: {text!r} cannot be used in a job script", where=key, hint=hint)
 
 
-def text(spec: JobSpec) -> str:
+def text(spec: JobSpec, *, expedite: bool = False) -> str:
     """Return the sbatch script as it would be submitted."""
-    made = executor(spec)
+    made = executor(spec, expedite=expedite)
     return str(made._make_submission_file_text(made._submitit_command_str, ""))
 
 
@@ -191,7 +212,7 @@ def refusal(spec: JobSpec) -> SubmitRejected | None:
     return explain_rejection(error, spec.resources) if isinstance(error, SubmitRejected) else None
 
 
-def submit(spec: JobSpec, entry: str) -> str:
+def submit(spec: JobSpec, entry: str, *, expedite: bool = False) -> str:
     """Submit the job held and return its id. Raises SubmitRejected, SubmitAmbiguous, or Precondition without sbatch."""
     executor(spec)  # invalid values are refused before anything else is checked
     require("sbatch")
@@ -203,7 +224,7 @@ def submit(spec: JobSpec, entry: str) -> str:
             with_environment(spec.submitter.environ(os.environ), _bounded_sbatch(SBATCH_TIMEOUT_S)) as words,
             open(os.memfd_create("orch-sbatch"), "r+b") as errors,
         ):
-            made = executor(spec, folder)
+            made = executor(spec, folder, expedite=expedite)
             made.words = _redirect_errors(errors.fileno(), words)
             try:
                 return str(made.submit(function, str(spec.run_dir), str(spec.attempt)).job_id)

@@ -239,6 +239,16 @@ KNOWN = frozenset(
 )  # fmt: skip
 """sbatch options left to the user; others may come from a site's plugins."""
 
+PER_NODE, GRES_GPU = "per-node", "gres"
+"""Values of `cluster.gpus`."""
+_GPU = re.compile(r"(?:^|,)(?:gres[/:])?gpu(?![\w-])")
+
+
+def names_gpus(gres: str) -> bool:
+    """Return whether a value of `--gres` requests GPUs."""
+    return _GPU.search(gres) is not None
+
+
 LONGEST_LEAD = 65535  # maximum seconds before a job's end at which Slurm can signal it
 _SIZES = ("mem", "mem-per-cpu", "mem-per-gpu")
 
@@ -261,6 +271,7 @@ def faults(section: str, values: Mapping[str, Any]) -> Iterator[ConfigError]:
             _check_unit(f"{section}.sbatch.{name}", name, value)
         if "nodelist" in options:
             _hosts(f"{section}.sbatch.nodelist", options["nodelist"])
+        _check_gres(section, values, str(options.get("gres", "")))
     except ConfigError as error:
         yield error
         return
@@ -269,6 +280,14 @@ def faults(section: str, values: Mapping[str, Any]) -> Iterator[ConfigError]:
         keys = [f"{section}.mem" if name == "mem" else f"{section}.sbatch.{name}" for name in asked]
         hint = " or ".join(f"~{key}" for key in keys)
         yield ConfigError(f"{' and '.join(keys)}: Slurm accepts only one of them", where=keys[0], hint=hint)
+
+
+def _check_gres(section: str, values: Mapping[str, Any], gres: str) -> None:
+    """Refuse a second request for GPUs, which Slurm 26.05 refuses, too."""
+    if values.get("gpus_per_node") and values.get("gpus", PER_NODE) == PER_NODE and names_gpus(gres):
+        key = f"{section}.sbatch.gres"
+        why = f"{section}.gpus_per_node={values['gpus_per_node']} also requests GPUs, as --gpus-per-node"
+        raise _refusal(key, gres, why, f"{section}.gpus=gres requests them by --gres only, or ~{key}")
 
 
 _FEWEST_MEGABYTES = 1024  # below this, memory without a unit was probably meant in GB, not Slurm's MB
@@ -294,6 +313,11 @@ def _lead(key: str, value: object) -> None:
         raise ConfigError(f"{key}={value}: must be from 0 to {LONGEST_LEAD} seconds", where=key, hint=hint)
 
 
+def _gpus(key: str, value: object) -> None:
+    if value not in (PER_NODE, GRES_GPU):
+        raise _refusal(key, value, "no such option", f"{key} takes {PER_NODE} or {GRES_GPU}")
+
+
 def _hosts(key: str, value: object) -> None:
     check_nodes(key, (check_text(key, value),))
 
@@ -303,6 +327,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "exclude": _hosts,
     "time": minutes,
     "signal_lead": _lead,
+    "gpus": _gpus,
     "interface": check_text,
     "python": check_text,
 }

@@ -23,12 +23,12 @@ from orchestrator.scheduler.slurm.command_output import (
     OUT_OF_SERVICE,
     OUTPUT_FORMAT,
     SEARCH_FORMAT,
-    SQUEUE_FORMAT,
     TIMEOUT_S,
     Listing,
     Mine,
     UnreadableField,
     fold_nodes,
+    queue_format,
     read_node_states,
     read_outputs,
     read_queue,
@@ -37,6 +37,7 @@ from orchestrator.scheduler.slurm.command_output import (
     unreachable,
 )
 from orchestrator.scheduler.slurm.sbatch_values import check_nodes
+from orchestrator.scheduler.slurm.site_features import SiteFeatures
 from trainer.protocol.cut_text import cut
 
 MOST_IDS = 5000  # maximum number of ids in one command; Linux limits an argument to 128 KiB
@@ -56,6 +57,8 @@ class SlurmScheduler:
         self._entry, self._timeout = entry, timeout
         self._script_tags: dict[tuple[str, str], str] = {}
         self._accounting = accounting or Accounting(timeout=timeout)
+        self._site = self._accounting.site
+        self._earlier: dict[tuple[str, str], tuple[JobStatus, ...]] = {}
 
     @classmethod
     def for_daemon(cls) -> "SlurmScheduler":
@@ -65,7 +68,7 @@ class SlurmScheduler:
     def submit(self, spec: JobSpec) -> str:
         from orchestrator.scheduler.slurm import sbatch  # submitit: only needed for submission
 
-        return sbatch.submit(spec, self._entry)
+        return sbatch.submit(spec, self._entry, expedite=spec.expedite and self._site.expedites())
 
     def find(self, name_prefix: str, known: Collection[str] = ()) -> list[JobStatus]:
         def mine(job: JobStatus) -> bool:
@@ -84,7 +87,7 @@ class SlurmScheduler:
     def poll(self, ids: list[str]) -> dict[str, JobStatus]:
         if not ids:
             return {}
-        found = self._in_queue(ids)
+        found = self._with_earlier(self._in_queue(ids))
         if missing := set(ids) - set(found):
             found |= self._accounting.find_ended(missing)
         return self._with_down_nodes(self._with_cancellers(found))
@@ -137,7 +140,9 @@ class SlurmScheduler:
         def is_wanted(job: JobStatus) -> bool:
             return (job.job_id in ids or not job.job_id) and mine(job)
 
-        jobs, whole = self._read_queue(lambda text: read_queue(text, is_wanted), [*_only(ids), "-O", SQUEUE_FORMAT])
+        version = self._site.version()
+        options = [*_only(ids), "-O", queue_format(version)]
+        jobs, whole = self._read_queue(lambda text: read_queue(text, is_wanted, version), options)
         return Listing([self._with_script_tag(job) for job in jobs], whole)
 
     def _read_queue(self, read: Callable[[str], Listing], options: Sequence[str]) -> Listing:
@@ -153,6 +158,15 @@ class SlurmScheduler:
         if done.returncode != 0 and not ("-j" in options and _NO_SUCH_JOB in done.stderr.lower()):
             raise unreachable("squeue", done.stderr)
         return done.stdout
+
+    def _with_earlier(self, jobs: dict[str, JobStatus]) -> dict[str, JobStatus]:
+        """Add the ended runs of requeued jobs, which only accounting has. It is asked until it has them all."""
+        requeued = {job_id: job for job_id, job in jobs.items() if job.sluid and job.restarts}
+        known = {job_id: self._earlier.get((job_id, job.sluid), ()) for job_id, job in requeued.items()}
+        if unknown := {job_id for job_id, job in requeued.items() if len(known[job_id]) < job.restarts}:
+            known |= self._accounting.find_earlier(unknown)
+        self._earlier = {(job_id, requeued[job_id].sluid): rows for job_id, rows in known.items()}
+        return jobs | {job_id: replace(job, earlier=known[job_id]) for job_id, job in requeued.items()}
 
     def _with_script_tag(self, job: JobStatus) -> JobStatus:
         """Read the job's tag from its script if it has no other tag, because ids are reused after a crash."""
@@ -233,7 +247,7 @@ def render(spec: JobSpec) -> str:
     """Return the text of the sbatch script, for `--print-sbatch`. Raises ConfigError."""
     from orchestrator.scheduler.slurm import sbatch
 
-    return sbatch.text(spec)
+    return sbatch.text(spec, expedite=spec.expedite and SiteFeatures(sbatch.TEST_TIMEOUT_S).expedites())
 
 
 def refusal(spec: JobSpec) -> SubmitRejected | None:

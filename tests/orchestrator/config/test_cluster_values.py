@@ -44,6 +44,7 @@ REFUSED = [
     ("+cluster.sbatch.reservaton=x", "no such sbatch option", "did you mean cluster.sbatch.reservation?"),
     ("+cluster.sbatch.partition=x", "it has its own key: cluster.partition", "cluster.partition=VALUE"),
     ("+cluster.sbatch.output=x", "logs are in the run directory", "~cluster.sbatch.output"),
+    ("cluster.gpus=tres", "no such option", "cluster.gpus takes per-node or gres"),
     ("+restore_tests.cluster.mem=lots", "restore_tests.cluster.mem='lots'", "restore_tests.cluster.mem takes"),
     ("+restore_tests.cluster.time=1h", "restore_tests.cluster.time='1h'", "restore_tests.cluster.time takes"),
 ]
@@ -79,6 +80,16 @@ def test_only_one_way_to_ask_for_memory() -> None:
         compose("tiny-gpt", ["cluster.mem=8G", "+cluster.sbatch.mem-per-cpu=1G"], environ=ENVIRON)
     assert caught.value.hint == "~cluster.mem or ~cluster.sbatch.mem-per-cpu"
     compose("tiny-gpt", ["+cluster.sbatch.mem-per-cpu=1G"], environ=ENVIRON)
+
+
+def test_gpus_are_requested_by_one_option() -> None:
+    gpus = ["cluster.ranks_per_node=2", "cluster.gpus_per_node=2"]
+    for gres in ("gpu:4", "gpu", "nvme:1,gpu:a100:4", "gres/gpu:4"):
+        with pytest.raises(ConfigError, match="also requests GPUs, as --gpus-per-node") as caught:
+            compose("tiny-gpt", [*gpus, f"+cluster.sbatch.gres={gres}"], environ=ENVIRON)
+        assert caught.value.hint.startswith("cluster.gpus=gres requests them by --gres only")
+        compose("tiny-gpt", [*gpus, f"+cluster.sbatch.gres={gres}", "cluster.gpus=gres"], environ=ENVIRON)
+    compose("tiny-gpt", [*gpus, "+cluster.sbatch.gres=gpu-memory:4,nvme:1"], environ=ENVIRON)
 
 
 def test_every_form_is_of_an_option_that_is_known() -> None:

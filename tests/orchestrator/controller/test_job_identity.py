@@ -12,6 +12,7 @@ from orchestrator.run_dirs.job_spec import job_spec
 from orchestrator.scheduler.interface import UNREADABLE, JobStatus, tags
 from orchestrator.scheduler.slurm.command_output import epoch
 from orchestrator.states import AttemptState, RunState
+from trainer.protocol.config import RecoveryConfig
 
 RUN = Run(
     name="tiny-1", state=RunState.QUEUED, reason="", cluster="slurm", run_dir="/runs/tiny-1", config_digest="0" * 64,
@@ -84,6 +85,18 @@ def test_a_job_that_slurm_started_again_is_the_same_one() -> None:
     assert identify(again, ADOPTED)[0]
 
 
+@pytest.mark.parametrize(
+    ("sluid", "state", "ours"),
+    [("s1", "RUNNING", True), ("s2", "EXPEDITING", False), ("", "RUNNING", True), ("", UNREADABLE, True)],
+)
+def test_a_sluid_decides_which_run_of_a_requeued_job_is_the_attempt_s(sluid: str, state: str, ours: bool) -> None:
+    record = replace(ADOPTED, sluid="s1")
+    job = replace(NOTHING_OF_OURS, name=ATTEMPT.job_name, state=state, sluid=sluid)
+    assert identify(job, record)[0] is ours
+    continued = JobRecord.from_rows(RUN, replace(ATTEMPT, number=3, nonce="00aa00cc", job_id="7", sluid="s2"), [])
+    assert identify(job, continued)[0] is (sluid == "s2" or state == UNREADABLE)
+
+
 @pytest.mark.parametrize("name", ["eval-orch-tiny-1-2-00aa00bb", "orch-tiny-1-2-00aa00bb-eval", "Xorch-tiny-1"])
 def test_a_name_around_ours_is_somebody_s(name: str) -> None:
     stranger = replace(NOTHING_OF_OURS, job_id="99", name=name, comment=f"evaluates {ATTEMPT.job_name}")
@@ -136,7 +149,14 @@ def test_only_a_nonce_makes_a_name_or_a_comment_ours(mark: dict[str, object]) ->
     assert tags(replace(NOTHING_OF_OURS, **mark)) == ()  # type: ignore[arg-type]
 
 
-ASKED = job_spec(RUN, ATTEMPT, RunConfig(cluster=ClusterConfig(time="1:00:00", partition="gpu,big", account="Ann")))
+ASKED = job_spec(
+    RUN,
+    ATTEMPT,
+    RunConfig(
+        cluster=ClusterConfig(time="1:00:00", partition="gpu,big", account="Ann"),
+        recovery=RecoveryConfig(requeue="never"),
+    ),
+)
 AS_ASKED = JobStatus(
     job_id="7", name=ASKED.name, state="PENDING", comment=ASKED.comment,
     settings={"time limit": "1:00:00", "requeue": "0", "partition": "big", "account": "ann", "qos": "normal"},

@@ -238,7 +238,8 @@ def test_the_first_run_fits_nodes_of_4_gb_and_two_cores() -> None:
         ("Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions", True),
         ("BeginTime", False), ("Licenses", False), ("Reservation", False), ("QOSMaxJobsPerUserLimit", False),
         ("AssocGrpCPUMinutesLimit", False), ("BadConstraints", True), ("PartitionDown", False),
-        ("something that nobody knows", False), ("None", None), ("", None),
+        ("Dependency", False), ("JobHeldUser", False), ("NvidiaImexChannels", False),
+        ("Waiting for topology block b3", True), ("None", None), ("", None),
     ],
 )  # fmt: skip
 def test_waits_that_fewer_nodes_may_shorten(reason: str, for_nodes: bool | None) -> None:

@@ -55,6 +55,16 @@ def test_the_script_holds_the_job_and_gives_every_node_one_task() -> None:
     assert not set(found) & {"wckey", "qos", "constraint", "exclude", "gpus-per-task", "requeue"}
 
 
+@pytest.mark.parametrize(
+    ("given", "gres"),
+    [({}, "gpu:4"), ({"gres": "gpu:h100:4"}, "gpu:h100:4"), ({"gres": "nvme:1"}, "nvme:1,gpu:4")],
+)
+def test_a_site_without_gpus_per_node_gets_gres(given: dict[str, str], gres: str) -> None:
+    found = options(render(spec(gpus_per_node=4, gpus="gres", sbatch=given)))
+    assert found["gres"] == gres
+    assert "gpus-per-node" not in found
+
+
 def test_srun_gets_the_cores_and_lets_agents_outlive_each_other() -> None:
     (line,) = (line for line in render(spec(cpus_per_task=8)).splitlines() if line.startswith("srun "))
     words = shlex.split(line)

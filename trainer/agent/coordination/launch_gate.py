@@ -2,12 +2,17 @@
 
 import asyncio
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from trainer.agent.processes.background_tasks import HungFileSystem, RepeatedRead
 from trainer.protocol.config_sections.scheduler_kinds import traits
 from trainer.protocol.launch_token import LaunchToken, was_revoked
 from trainer.protocol.node_identity import NodeIdentity
+from trainer.protocol.run_dir import RunDir
+
+REQUEUED_GO_SECONDS = 600.0
+"""Time that an agent of a requeued job waits for the next attempt's GO, because the controller may be starting."""
 
 
 class LaunchRefused(Exception):
@@ -25,7 +30,7 @@ async def wait_for_go(path: Path, identity: NodeIdentity, attempt: int, *, secon
             f"Slurm has restarted job {identity.job_id} ({identity.restarts} times); orch starts new jobs instead"
         )
     patience = seconds if seconds is not None else traits(identity.kind).go_seconds
-    token = await _read_late(path, patience)
+    token = await _read_late(RepeatedRead(lambda: LaunchToken.read(path), path), path, patience)
     if token.attempt != attempt:
         raise LaunchRefused(f"{path} is for attempt {token.attempt}, this is attempt {attempt}")
     if token.job_id != identity.job_id:
@@ -33,8 +38,25 @@ async def wait_for_go(path: Path, identity: NodeIdentity, attempt: int, *, secon
     return token
 
 
-async def _read_late(path: Path, patience: float) -> LaunchToken:
-    token, pause = RepeatedRead(lambda: LaunchToken.read(path), path), 0.02
+async def wait_for_next_go(
+    run: RunDir, identity: NodeIdentity, attempt: int, *, seconds: float = REQUEUED_GO_SECONDS
+) -> LaunchToken:
+    """Wait for the token of the later attempt that continues in this requeued job. Raises as `wait_for_go` does."""
+
+    def read() -> LaunchToken:
+        for place in (place for place in reversed(run.all_attempts()) if place.number > attempt):
+            with suppress(FileNotFoundError):
+                token = LaunchToken.read(place.go)
+                if (token.job_id, token.restarts) == (identity.job_id, identity.restarts):
+                    return token
+        raise FileNotFoundError
+
+    path = run.attempts / "*" / "GO"
+    return await _read_late(RepeatedRead(read, path), path, seconds)
+
+
+async def _read_late(token: RepeatedRead[LaunchToken], path: Path, patience: float) -> LaunchToken:
+    pause = 0.02
     give_up = time.monotonic() + patience
     while True:
         try:

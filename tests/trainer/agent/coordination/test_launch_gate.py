@@ -7,7 +7,8 @@ import pytest
 from tests.trainer.agent.job import until
 from trainer.protocol.config import config_digest
 from trainer.protocol.events import EventKind
-from trainer.protocol.launch_token import revoke
+from trainer.protocol.failures.outcome import AttemptOutcome
+from trainer.protocol.launch_token import LaunchToken, revoke
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,28 @@ def test_a_job_that_slurm_restarted_is_refused(job):
     work.start(environ=environ, local=False)
     assert work.wait(10) == [78], work.story()
     assert "Slurm has restarted job 77" in work.attempt.agent_log(0).read_text()
+
+
+def test_an_expedited_job_waits_for_the_go_of_the_attempt_that_continues_in_it(job):
+    work = job(nodes=1)
+    environ = {
+        "SLURM_JOB_ID": "77", "SLURM_NODEID": "0", "SLURM_NNODES": "1", "SLURM_RESTART_COUNT": "1",
+        "ORCH_REQUEUE": "expedite",
+    }  # fmt: skip
+    work.go(job_id="77")
+    revoke(work.attempt.go)
+    stale, later = work.run.attempt(2), work.run.attempt(3)
+    for place in (stale, later):
+        place.make()
+    LaunchToken(attempt=2, epoch=1, job_id="77", nonce="00000002").write(stale.go)
+    work.start(environ=environ, local=False)
+    with pytest.raises(AssertionError):
+        work.wait(1.5)
+    assert not stale.agent_log(0).exists()
+    LaunchToken(attempt=3, epoch=1, job_id="77", nonce="00000003", restarts=1).write(later.go)
+    assert work.wait() == [0], work.story()
+    assert AttemptOutcome.read(later.outcome).attempt == 3
+    assert not work.attempt.outcome.exists()
 
 
 def test_agents_that_are_held_wait_for_go(job):

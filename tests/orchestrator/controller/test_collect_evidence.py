@@ -27,8 +27,10 @@ from trainer.protocol.run_dir import RunDir
 
 
 def attempt(*nodes: str) -> Attempt:
-    name = "orch-a-1-00000000"
-    return Attempt(run="a", number=1, state=AttemptState.RUNNING, nonce="0" * 8, job_name=name, job_id="7", nodes=nodes)
+    return Attempt(
+        run="a", number=1, state=AttemptState.RUNNING, nonce="0" * 8, job_name="orch-a-1-00000000", job_id="7",
+        nodes=nodes, generations=1,
+    )  # fmt: skip
 
 
 def job(state: str, *nodes: str) -> JobStatus:
@@ -51,6 +53,15 @@ def test_the_first_node_leads_until_slurm_takes_it_out_of_the_job(state: str, no
     assert removed_nodes(job("RUNNING", "n1", "n2", "n3"), observed, "a/1") == ()
     now = job(state, *nodes)
     assert leader_gone(attempt("n1", "n2", "n3"), now, removed_nodes(now, observed, "a/1")) == gone
+
+
+def test_the_first_node_of_slurm_s_list_need_not_lead():
+    observed = ObservedSince(lambda: 0.0)
+    removed_nodes(job("RUNNING", "n1", "n2"), observed, "a/1")
+    now = job("RUNNING", "n2")
+    gone = removed_nodes(now, observed, "a/1")
+    assert leader_gone(replace(attempt("n1", "n2"), generations=0), now, gone) == ""
+    assert leader_gone(attempt("n2", "n1"), now, gone) == ""
 
 
 def test_a_name_that_slurm_never_told_is_not_gone():

@@ -22,16 +22,19 @@ from orchestrator.scheduler.slurm.command_output import (
     SQUEUE_FIELDS,
     TooManyNodes,
     UnreadableField,
+    accounting_fields,
     ended_jobs,
     epoch,
     expand_nodes,
     fold_nodes,
     join_resized,
     plain_state,
+    queue_fields,
     read_accounting,
     read_ending,
     read_node_states,
     read_queue,
+    read_version,
 )
 from orchestrator.scheduler.slurm.node_capacity import count_usable, read_nodes
 from orchestrator.scheduler.slurm.slurm_scheduler import SlurmScheduler
@@ -113,6 +116,50 @@ def test_an_invalid_host_list_leaves_only_the_nodes_unknown(nodes: str) -> None:
 )
 def test_host_lists_of_several_ranges(nodes: str, names: tuple[str, ...]) -> None:
     assert read_queue(queue(NodeList=nodes)).jobs[0].nodes == names
+
+
+NEWER = (26, 5, 5)
+
+
+def newer_accounting(**changes: str) -> str:
+    row = {**ACCOUNTING, "SLUID": "", "FailedNode": "", **changes}
+    return "".join(f"{row[name]}{SEPARATOR}" for name in accounting_fields(NEWER)) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("printed", "version"),
+    [("slurm-wlm 26.05.5\n", NEWER), ("slurm 25.11.3", (25, 11, 3)), ("slurm 24.11.0-0rc1", (24, 11, 0)), ("?", ())],
+)
+def test_the_version_of_the_clients(printed: str, version: tuple[int, ...]) -> None:
+    assert read_version(printed) == version
+
+
+def test_columns_that_older_clients_refuse_are_asked_of_newer_ones_only() -> None:
+    assert queue_fields(()) == queue_fields((24, 11, 5)) == SQUEUE_FIELDS
+    assert [name for name, _ in queue_fields(NEWER)][:2] == ["JobID", "Sluid"]
+    assert accounting_fields((22, 5, 8)) == SACCT_FIELDS
+    assert set(accounting_fields((24, 11, 5))) - set(SACCT_FIELDS) == {"SLUID", "FailedNode"}
+
+
+def test_a_row_of_the_queue_with_a_sluid() -> None:
+    row = {**QUEUE, "Sluid": "s2V5M8FWE33900", "State": "EXPEDITING", "RestartCnt": "1"}
+    text = "".join(f"{row[name]:<{width}}{SEPARATOR}" for name, width in queue_fields(NEWER)) + "\n"
+    ((job,), _) = read_queue(text, version=NEWER)
+    assert (job.job_id, job.sluid, job.state, job.restarts) == ("12", "s2V5M8FWE33900", "EXPEDITING", 1)
+
+
+def test_every_ended_run_of_a_requeued_job_is_kept_with_its_end_and_its_lost_node() -> None:
+    rows = [
+        newer_accounting(SLUID="s1", State="NODE_FAIL", ExitCode="1:0", FailedNode="n2", Submit="2026-11-28T01:30:23"),
+        newer_accounting(SLUID="s2", State="REQUEUED", ExitCode="75:0", Submit="2026-11-28T01:31:08"),
+        newer_accounting(SLUID="s3", State="REQUEUED", ExitCode="0:0", Submit="2026-11-28T01:32:08"),
+        newer_accounting(SLUID="s4", State="COMPLETED", ExitCode="0:0", Submit="2026-11-28T01:33:08"),
+    ]
+    (job,) = ended_jobs(read_accounting("".join(rows), version=NEWER).jobs)
+    assert (job.sluid, job.state) == ("s4", "COMPLETED")
+    first, second = job.earlier
+    assert (first.sluid, first.state, first.nodes_down, first.exit_code) == ("s1", "NODE_FAIL", ("n2",), None)
+    assert (second.sluid, second.state, second.exit_code) == ("s2", "FAILED", 75)
 
 
 def foreign(**changes: str) -> str:

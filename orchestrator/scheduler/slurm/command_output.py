@@ -36,7 +36,7 @@ _VERSION = re.compile(r"^slurm\S* (\d+)\.(\d+)(?:\.(\d+))?", re.ASCII)
 
 
 def read_version(text: str) -> Version:
-    """Return the version that `squeue --version` prints, such as (25, 11, 3); empty if it prints something else."""
+    """Return the version that `scontrol --version` prints, such as (25, 11, 3); empty if it prints something else."""
     found = _VERSION.match(text)
     return tuple(int(part or 0) for part in found.groups()) if found else ()
 

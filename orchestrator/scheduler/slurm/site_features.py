@@ -28,9 +28,12 @@ class SiteFeatures:
         self._expedites, self._until = False, float("-inf")
 
     def version(self) -> Version:
-        """Return the clients' version, which they print without asking Slurm. Raises SlurmUnreachable."""
+        """Return the clients' version, which they print without asking Slurm; empty while it is unknown."""
         if self._version is None:
-            self._version = read_version(run_command(["squeue", "--version"], self._timeout).stdout)
+            try:
+                self._version = read_version(run_command(["scontrol", "--version"], self._timeout).stdout)
+            except SlurmUnreachable:
+                return ()
         return self._version
 
     def expedites(self) -> bool:

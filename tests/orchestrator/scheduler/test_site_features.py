@@ -24,6 +24,14 @@ def test_the_setting_is_read_from_the_configuration(text: str, enabled: bool) ->
     assert enables_expedited_requeue(text) is enabled
 
 
+def scontrol(folder: Path, version: str, config: str = ENABLED) -> str:
+    """Return the body of a scontrol that counts the questions about the configuration in `asked`."""
+    shown = printing(folder, "config.txt", config)
+    return f"""[ "$1" = --version ] && {{ echo "{version}"; exit; }}
+echo asked >> {folder}/asked
+{shown}"""
+
+
 @pytest.mark.parametrize(
     ("version", "expedites"),
     [("slurm-wlm 26.05.5", True), ("slurm 25.11.3", True), ("slurm 25.11.2", False), ("slurm-wlm 22.05.8", False)],
@@ -31,15 +39,14 @@ def test_the_setting_is_read_from_the_configuration(text: str, enabled: bool) ->
 def test_only_versions_in_which_it_works_are_asked(
     program: Program, tmp_path: Path, version: str, expedites: bool
 ) -> None:
-    program("squeue", printing(tmp_path, "squeue.txt", f"{version}\n"))
-    program("scontrol", printing(tmp_path, "scontrol.txt", ENABLED))
+    program("scontrol", scontrol(tmp_path, version))
     assert SiteFeatures().expedites() is expedites
+    assert (tmp_path / "asked").exists() is expedites
 
 
 def test_the_configuration_is_asked_for_once_an_hour(program: Program, tmp_path: Path) -> None:
     now = [0.0]
-    program("squeue", printing(tmp_path, "squeue.txt", "slurm 26.05.5\n"))
-    program("scontrol", f"echo asked >> {tmp_path}/asked\n{printing(tmp_path, 'scontrol.txt', ENABLED)}")
+    program("scontrol", scontrol(tmp_path, "slurm 26.05.5"))
     site = SiteFeatures(mono=lambda: now[0])
     for now[0] in (0.0, 60.0, KEEP_FOR - 1, KEEP_FOR + 1):
         assert site.expedites()
@@ -47,6 +54,11 @@ def test_the_configuration_is_asked_for_once_an_hour(program: Program, tmp_path:
 
 
 def test_no_answer_means_no(program: Program, tmp_path: Path) -> None:
-    program("squeue", printing(tmp_path, "squeue.txt", "slurm 26.05.5\n"))
-    program("scontrol", "exit 1")
+    program("scontrol", scontrol(tmp_path, "slurm 26.05.5") + "\nexit 1")
+    assert not SiteFeatures().expedites()
+
+
+def test_without_clients_the_version_is_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert SiteFeatures().version() == ()
     assert not SiteFeatures().expedites()

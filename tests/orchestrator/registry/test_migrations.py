@@ -121,3 +121,25 @@ def test_a_failed_upgrade_leaves_the_old_registry(desk: Desk, monkeypatch: pytes
     with Store.open(desk.path) as old:
         assert old.run(run.name) == run
     assert "note" not in fast_queries.newest(desk.path)[0]
+
+
+def columns(path: Path) -> set[tuple[str, str, str, int]]:
+    with closing(sqlite3.connect(path)) as raw:
+        tables = [name for (name,) in raw.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        return {(name, *row[1:4]) for name in tables for row in raw.execute(f"PRAGMA table_info({name})")}
+
+
+def test_an_upgraded_registry_has_the_columns_of_a_new_one(desk: Desk) -> None:
+    run, attempt = desk.run()
+    desk.store.close()
+    new = columns(desk.path)
+    added = [statement.split() for one in migrate.MIGRATIONS.values() for statement in one]
+    assert added
+    with closing(sqlite3.connect(desk.path)) as raw, raw:
+        for words in added:
+            assert (words[:2], words[3:5]) == (["ALTER", "TABLE"], ["ADD", "COLUMN"])
+            raw.execute(f"ALTER TABLE {words[2]} DROP COLUMN {words[5]}")
+    set_version(desk.path, versions.OLDEST)
+    with Store.open(desk.path) as upgraded:
+        assert (upgraded.run(run.name), upgraded.attempts(run.name)) == (run, [attempt])
+    assert columns(desk.path) == new

@@ -7,7 +7,7 @@
 #   env: {help: "variables inside the image: NAME=VALUE[,NAME=VALUE...]", default: ""}
 #   program: {help: "podman-hpc or podman, or its path", default: podman-hpc}
 # python: >-
-#   {{ program }} run --rm --network=host --ipc=host --pid=host --cgroups=disabled
+#   {{ program }} run --rm --network=host --ipc=host --pid=host
 #   --env 'SLURM_*' --env 'SUBMITIT_*' --env 'ORCH_*' --env CUDA_VISIBLE_DEVICES
 #   --volume {{ run_dir }}:{{ run_dir }} --volume {{ agent }}:{{ agent }}:ro
 #   {%- for item in volumes.split(',') if item %} --volume {{ item }}{% endfor %}

@@ -7,7 +7,7 @@ import copy
 import errno
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from secrets import token_hex
@@ -36,6 +36,7 @@ from orchestrator.registry.store import Store
 from orchestrator.run_dirs.inheritable_checkpoints import shared_places
 from orchestrator.scheduler.available_schedulers import make_instance, resolve
 from orchestrator.scheduler.job_environment import Submitter
+from orchestrator.scheduler.script import mounts_orch
 from orchestrator.scheduler.slurm.sbatch_values import minutes
 from orchestrator.submission.resume_contract import PACKAGES, TORCH, Rule, identity_changes
 from orchestrator.submission.resume_request import current_identity, trained_identity
@@ -297,13 +298,19 @@ def _command(data: dict[str, Any], run: Run, settings: RestoreTestsConfig, check
             f"{run.name} runs your own program, and no command is set that restores its checkpoints",
             where="restore_tests.command", hint="restore_tests.command=[python, restore.py] in the run's configuration",
         )  # fmt: skip
-    python = data["cluster"]["python"] or Submitter.from_identity(run.identity).python or "python"
+    python = data["cluster"]["python"] or _submitters_python(data["cluster"]["templates"], run)
     variables = {CHECKPOINT_VARIABLE: checkpoint.path, "ORCH_CHECKPOINT_STEP": str(checkpoint.step)}
     return {
         "command": [python, str(RESTORE_PROGRAM), *settings.command],
         "checkpoints": {**data["checkpoints"], "path": ""},
         "env": {**data["env"], **variables},
     }
+
+
+def _submitters_python(templates: Sequence[str], run: Run) -> str:
+    """Return the submitter's interpreter, or the image's if the job runs in a container."""
+    own = "" if mounts_orch(templates) else Submitter.from_identity(run.identity).python
+    return own or "python"
 
 
 def _time(limit: str, longest: int) -> str:

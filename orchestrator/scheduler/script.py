@@ -25,7 +25,7 @@ import os
 import pkgutil
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,6 +127,11 @@ def _mounted_agent(spec: JobSpec) -> str:
             what = f"{key}: {str(path)!r} cannot be mounted in a container"
             raise ConfigError(what, where=key, hint=f"{key}=FOLDER without spaces, commas, colons and semicolons")
     return str(folder)
+
+
+def mounts_orch(templates: Sequence[str]) -> bool:
+    """Return whether a job with these templates runs a mounted copy of orch's packages. Raises ConfigError."""
+    return any(load(name).mounted for name in templates)
 
 
 def load(name: str) -> Fragment:

@@ -34,6 +34,11 @@ def test_a_python_without_packages_can_run_it(home: Path) -> None:
     refused = bare_python("-u", str(folder), "1", str(home / "gone"), str(home / "gone" / "s"), folder=home)
     assert (refused.returncode, refused.stdout) == (ExitCode.NEVER_RETRY, "")
     assert "orch-agent: refuses to start: No such file or directory" in refused.stderr
+    imports = "import trainer.agent.fork_server.server, trainer.agent.processes.watchdog"
+    assert (
+        subprocess.run([sys.executable, "-S", "-c", imports], cwd=folder, capture_output=True, check=False).stderr
+        == b""
+    )
     show = "from trainer.protocol.messages.agents import installed_release; print(installed_release())"
     (folder / "trainer" / "show.py").write_text(show)
     shown = bare_python(str(folder), "-m", "trainer.show", folder=home)

@@ -11,7 +11,7 @@ import pytest
 from orchestrator.errors import ConfigError
 from orchestrator.scheduler.agent_folder import agent_folder
 from orchestrator.scheduler.interface import JobSpec, Resources
-from orchestrator.scheduler.script import prepare
+from orchestrator.scheduler.script import mounts_orch, prepare
 
 RUN = "/lustre/me/runs/x-1"
 PYXIS = "github.com/NVIDIA/pyxis README.md, `srun --help`; args.c for NAME:FLAG and SRC:DST:FLAGS"
@@ -84,7 +84,7 @@ ROWS: list[tuple[str, str, int, dict[str, str], str]] = [
      "apptainer exec {bind} --env 'A=1,B=two words' --writable-tmpfs /i/a.sif"),
     (CSCS, "edf", 4, {"environment": "pytorch"}, f"--environment={RUN}/attempts/003/submission/environment.toml"),
     (PODMAN, "podman-hpc", 4, {"image": "team/torch:1", "volumes": "/data:/data:ro", "modules": "nccl", "env": "A=1"},
-     "podman-hpc run --rm --network=host --ipc=host --pid=host --cgroups=disabled --env 'SLURM_*' --env 'SUBMITIT_*'"
+     "podman-hpc run --rm --network=host --ipc=host --pid=host --env 'SLURM_*' --env 'SUBMITIT_*'"
      " --env 'ORCH_*' --env CUDA_VISIBLE_DEVICES --volume {run} --volume {agent} --volume /data:/data:ro --env A=1"
      " --gpu --nccl team/torch:1"),
     (SHIFTER, "shifter", 4,
@@ -103,6 +103,13 @@ def test_the_rendered_flags_are_the_documented_ones(
     run, mounted = mounts(" ").split()
     words = shlex.split(line.format(mounts=mounts(), bind=bind(), run=run, agent=mounted))
     assert [*made.srun, *shlex.split(made.agent)] == [*words, *start()], source
+
+
+@pytest.mark.parametrize(
+    ("templates", "mounted"), [(["default", "pyxis"], True), (["default", "conda"], False), ([], False)]
+)
+def test_a_restore_test_asks_whether_orch_is_mounted(templates: list[str], mounted: bool) -> None:
+    assert mounts_orch(templates) is mounted
 
 
 def test_a_chosen_python_is_the_images() -> None:

@@ -15,6 +15,7 @@ from trainer.agent.fork_server.launch_order import with_interpreter
 from trainer.protocol.config import JobConfig
 from trainer.protocol.events import EventKind
 from trainer.protocol.failures.outcome import ExitCode
+from trainer.protocol.restore_test import RESTORE_PROGRAM
 from trainer.protocol.user_code.code_record import CodeRecord
 
 
@@ -93,6 +94,12 @@ def test_a_path_of_the_configuration_says_which_python_is_meant():
     config = JobConfig(command=("python", "train.py"), env={"PATH": "/opt/python/bin"})
     assert with_interpreter(config, {}) == ("python", "train.py")
     assert with_interpreter(JobConfig(command=("python3.9", "train.py")), {}) == ("python3.9", "train.py")
+
+
+def test_a_restore_test_finds_its_program_where_the_image_has_it():
+    elsewhere = "/home/me/orch/trainer/agent/user_command/restore_program.py"
+    config = JobConfig(command=("python", elsewhere, "python", "restore.py"))
+    assert with_interpreter(config, {}) == (sys.executable, str(RESTORE_PROGRAM), "python", "restore.py")
 
 
 def test_the_folder_of_the_submit_is_read_from_the_runs_record(job, tmp_path):

@@ -1,7 +1,8 @@
 """Entry point of a mounted copy of orch's packages, for a Python without orch, such as an image's.
 
 Copied to the folder as `__main__.py`, it is started as `python -u FOLDER ATTEMPT RUN_DIR SUBMISSION`, or as
-`python FOLDER -m MODULE ARGUMENTS` for further processes. Python 3.6 or newer can read it, to report one that is too old.
+`python FOLDER -m MODULE ARGUMENTS` for further processes. Python 3.6 or newer can read it, to report a version that
+is too old.
 """
 
 import os

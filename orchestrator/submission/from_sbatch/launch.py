@@ -192,17 +192,13 @@ def take_apart(candidate: Candidate, values: Mapping[str, str]) -> Launch:
 
 def _explain_rest(launch: Launch, after: Sequence[Token]) -> None:
     text = re.sub(r"& (\d)", r"&\1", " ".join(token.raw for token in after))
-    words = [token.raw for token in after if not token.is_operator]
     piped = [token.raw for before, token in zip(after, after[1:], strict=False) if before.raw in ("|", "|&")]
-    if (
-        all(token.redirects or not token.is_operator for token in after)
-        or text == "&"
-        or piped
-        and set(piped) <= _FILTERS
-        and not {"&&", "||", ";"} & {token.raw for token in after}
-    ):
+    others = {token.raw for token in after if token.is_operator and not token.redirects} - {"|", "|&", "&"}
+    if any(token.redirects and "<" in token.raw for token in after):
+        launch.unclear.append(Remark(launch.line, text, "ranks read no input"))
+    elif set(piped) <= _FILTERS and not others:
         launch.left_out.append(Remark(launch.line, text, "orch keeps each rank's output: `orch logs RUN`"))
-    elif words:
+    else:
         launch.unclear.append(Remark(launch.line, text, "commands after the training are not run"))
 
 
@@ -216,9 +212,10 @@ def _peel(launch: Launch, words: list[str], values: Mapping[str, str]) -> None:
         at = len(launcher.before)
         raw_before = [*assigned, *words[:at]]
         if launcher.name in ("srun", "ibrun"):
-            rest = _read_srun(launch, words[at + 1 :])
+            options, rest = read_options(words[at + 1 :], launch.line)
+            launch.srun += options
         else:
-            rest = _read_launcher_options(launch, launcher.name, words[at:], len(launcher.starts), values)
+            rest = _read_launcher_options(launch, launcher.name, words[at:], len(launcher.starts))
         launch.launchers.append(launcher.name)
         kept = list(dropwhile(("exec", "time", "nohup").__contains__, raw_before))
         _peel(launch, [*kept, *rest], values)
@@ -227,17 +224,12 @@ def _peel(launch: Launch, words: list[str], values: Mapping[str, str]) -> None:
         _peel_inner(launch, _inner_text(words[2], values), assigned, values)
         return
     launch.program = [*assigned, *words]
+    if words and words[0].startswith(("$", '"$')):
+        why = "its value is known only in the job; if it contains torchrun or another launcher, write it out"
+        launch.unclear.append(Remark(launch.line, words[0], why))
 
 
-def _read_srun(launch: Launch, words: list[str]) -> list[str]:
-    options, rest = read_options(words, launch.line)
-    launch.srun += options
-    return rest
-
-
-def _read_launcher_options(
-    launch: Launch, name: str, words: list[str], started: int, values: Mapping[str, str]
-) -> list[str]:
+def _read_launcher_options(launch: Launch, name: str, words: list[str], started: int) -> list[str]:
     """Note the launcher's options, and return the words of the program that it starts."""
     own, rest = words[: len(words) - started], words[len(words) - started :]
     plain = plain_words(own)
@@ -251,14 +243,13 @@ def _read_launcher_options(
             launch.env[_ACCELERATE[option]] = value
         elif name in _TASKS:
             launch.left_out.append(Remark(launch.line, f"-{option} {value}".strip(), "orch starts the ranks itself"))
-        elif not _ORCH_DOES_IT.fullmatch(option) and option not in ("launch", "cpu"):
+        elif name.startswith("accelerate") and option == "cpu":
+            launch.env["ACCELERATE_USE_CPU"] = "true"
+        elif not _ORCH_DOES_IT.fullmatch(option):
             why = f"{name} applies this to the program's environment, and orch starts the program without {name}"
             launch.unclear.append(Remark(launch.line, f"--{option} {value}".strip(), why))
-    if (
-        name in ("mpirun", "mpiexec", "horovodrun")
-        or "no-python" in options
-        or PYTHON.fullmatch(rest[0] if rest else "")
-    ):
+    starts_any = name in ("mpirun", "mpiexec", "horovodrun") or "no-python" in options
+    if starts_any or (rest and PYTHON.fullmatch(rest[0])):
         return rest
     is_module = plain[-1] in ("-m", "--module") and name != "fabric run"
     program = [*(own[:start] if runs_module else [_neighbour(own[0])]), *(["-m"] if is_module else []), *rest]
@@ -311,8 +302,7 @@ def _is_idle(text: str) -> bool:
 def _peel_inner(launch: Launch, text: str, assigned: Sequence[str], values: Mapping[str, str]) -> None:
     """Take apart the program inside the text of `bash -c`."""
     lines = read_lines(text)
-    own = dict(values)
-    last = find_launch_line(lines, own, f"the shell code of line {launch.line}")
+    last = find_launch_line(lines, values, f"the shell code of line {launch.line}")
     kept = [line.text for line in lines if line.number < last.line.number]
     kept += [" ".join(token.raw for token in command) for command in last.before]
     kept = [line.strip() for line in kept if not _is_idle(line)]

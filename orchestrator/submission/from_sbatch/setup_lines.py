@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from orchestrator.scheduler.job_environment import SECRET
 from orchestrator.submission.command_script import find_launcher
@@ -105,31 +106,40 @@ def read_setup(
 ) -> Setup:  # fmt: skip
     """Sort the lines before the launch line. `command` is the shell text of the program; `numbers` are Slurm's."""
     setup = Setup(selects_python=login_shell)
-    kept: list[tuple[int, str]] = [(0, line) for line in LOGIN_SHELL] if login_shell else []
+    kept = [_Kept(0, line, True) for line in LOGIN_SHELL] if login_shell else []
     for line in lines:
         if line.number < launch.line.number:
             kept += _sort_line(setup, line)
     for tokens in launch.before:
         text = " ".join(token.raw for token in tokens)
         kept += _sort_line(setup, ShellLine(number=launch.line.number, text=text, tokens=tuple(tokenize(text))))
-    texts = [(number, expand(text, numbers)) for number, text in _drop_unused(setup, kept, command, values)]
+    used = _drop_unused(setup, kept, command, values)
+    texts = [item._replace(text=expand(item.text, numbers)) for item in used]
     _move_exports(setup, texts, command)
     if any(re.match(r"set\s", text) for text in setup.lines):
         setup.lines.append("set +eux +o pipefail")
     return setup
 
 
-def _sort_line(setup: Setup, line: ShellLine) -> list[tuple[int, str]]:
+class _Kept(NamedTuple):
+    """Line of the setup file. A fixed one is part of a condition, loop or function."""
+
+    number: int
+    text: str
+    is_fixed: bool
+
+
+def _sort_line(setup: Setup, line: ShellLine) -> list[_Kept]:
     """Return the line if the job must run it, after noting anything that it leaves out."""
     words = plain_words(line.words)
     first = words[0] if words else ""
     reason = ""
     if line.has_document:
         setup.unclear.append(Remark(line.number, line.text.split("\n")[0], "here-documents are not read"))
-        return []
+        return [_Kept(line.number, ":", True)] if line.is_nested else []
     if line.is_nested:
         setup.selects_python |= bool(set(words) & _ENVIRONMENTS)
-        return [(line.number, line.text)]
+        return [_Kept(line.number, line.text, True)]
     names = {name for name, _ in _assignments(line)}
     if names and names <= RANK_VARIABLES:
         reason = "orch sets it for every rank"
@@ -140,7 +150,7 @@ def _sort_line(setup: Setup, line: ShellLine) -> list[tuple[int, str]]:
     elif first == "cd" and len(words) > 1:
         if "SLURM_SUBMIT_DIR" not in line.words[1] or "/" in line.words[1]:
             setup.folders.append(line.words[1])
-        return [(line.number, line.text)]
+        return [_Kept(line.number, line.text, False)]
     elif first in ("srun", "trap"):
         why = (
             "another step of the job is not run" if first == "srun" else "orch sends SIGTERM to ranks, not to a script"
@@ -151,24 +161,22 @@ def _sort_line(setup: Setup, line: ShellLine) -> list[tuple[int, str]]:
         setup.left_out.append(Remark(line.number, line.text, reason))
         return []
     setup.selects_python |= first in _ENVIRONMENTS or bool(names & _PATHS)
-    return [(line.number, line.text)]
+    return [_Kept(line.number, line.text, False)]
 
 
-def _drop_unused(
-    setup: Setup, kept: list[tuple[int, str]], command: str, values: Mapping[str, str]
-) -> list[tuple[int, str]]:
+def _drop_unused(setup: Setup, kept: list[_Kept], command: str, values: Mapping[str, str]) -> list[_Kept]:
     """Drop assignments of variables that nothing uses any more, and exports of launch lines."""
     launches = {name for name, value in values.items() if find_launcher(_words_of_value(value)).name}
     needed, found = references(command), []
-    for number, text in reversed(kept):
-        tokens = tokenize(text)
+    for item in reversed(kept):
+        tokens = tokenize(item.text)
         names = {pair[0] for token in tokens if (pair := assignment(token.raw))}
         is_plain = bool(names) and all(assignment(token.raw) for token in tokens)
-        if (is_plain or (names and names <= launches)) and not names & needed:
-            setup.left_out.append(Remark(number, text, "used only by the launcher"))
+        if not item.is_fixed and (is_plain or (names and names <= launches)) and not names & needed:
+            setup.left_out.append(Remark(item.number, item.text, "used only by the launcher"))
             continue
-        needed |= references(text)
-        found.append((number, text))
+        needed |= references(item.text)
+        found.append(item)
     setup.left_out.sort()
     return found[::-1]
 
@@ -180,18 +188,20 @@ def _words_of_value(value: str) -> list[str]:
         return [""]
 
 
-def _move_exports(setup: Setup, texts: list[tuple[int, str]], command: str) -> None:
+def _move_exports(setup: Setup, texts: list[_Kept], command: str) -> None:
     """Move exports of plain values to `env`, unless the script itself uses them, and export what the command uses."""
-    all_names = [references(text) for _, text in texts]
+    all_names = [references(item.text) for item in texts]
     exported: set[str] = set()
     plain: set[str] = set()
-    for at, (number, text) in enumerate(texts):
+    for at, (number, text, is_fixed) in enumerate(texts):
         tokens = tokenize(text)
         pairs = [pair for token in tokens if (pair := assignment(token.raw))]
         is_export = tokens[0].raw == "export" and len(pairs) == len(tokens) - 1 and bool(pairs)
         used = set().union(*all_names[:at], *all_names[at + 1 :], references(command))
         values = {name: unquote(raw) for name, raw in pairs}
-        movable = is_export and not set(values) & (used | _PATHS) and not any(map(SECRET.search, values))
+        movable = (
+            not is_fixed and is_export and not set(values) & (used | _PATHS) and not any(map(SECRET.search, values))
+        )
         if movable and all(value is not None and value.isprintable() for value in values.values()):
             setup.env |= {name: (str(value), number, text) for name, value in values.items()}
             continue

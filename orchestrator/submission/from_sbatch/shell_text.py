@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 _OPERATOR = re.compile(r"\d*(?:&>>?|>>|>&|>\||<<<|<<-?|<&|<>|[<>])|&&|\|\||\|&|;;&?|;&|[;&|()\n]")
 _BLANK = re.compile(r"[ \t]+|\\\n")
-_OPENS = frozenset({"if", "for", "while", "until", "case", "select", "{", "[["})
-_CLOSES = frozenset({"fi", "done", "esac", "}", "]]"})
+_OPENS = frozenset({"if", "for", "while", "until", "case", "select", "{"})
+_CLOSES = frozenset({"fi", "done", "esac", "}"})
+_CONDITIONS = frozenset({*_OPENS, "[[", "[", "test"})
 _BEFORE_COMMAND = frozenset({"then", "do", "else", "elif", "!", "time", *_OPENS})
 """Reserved words after which a command may begin."""
 _HERE_DOCUMENT = re.compile(r"<<-?[ \t]*(\\?[\w.]+|'[^']+'|\"[^\"]+\")")
@@ -144,7 +145,8 @@ def _word_end(text: str, at: int) -> int:
 
 def read_lines(text: str) -> list[ShellLine]:
     """Return the command lines of a script: comments and blank lines are left out."""
-    physical, found, depth, at = text.splitlines(), [], 0, 0
+    physical, found, at = text.splitlines(), [], 0
+    opened: list[str] = []
     while at < len(physical):
         number, line = at + 1, physical[at]
         at += 1
@@ -159,14 +161,14 @@ def read_lines(text: str) -> list[ShellLine]:
             at += 1
         if not tokens:
             continue
-        after = max(0, depth + _depth_change(tokens))
-        nested = depth > 0 or after > 0 or any(token.raw in _OPENS for token in tokens[:1])
+        nested = bool(opened) or tokens[0].raw in _CONDITIONS
+        _follow_nesting(opened, tokens)
+        nested = nested or bool(opened)
         found.append(
             ShellLine(
                 number=number, text=line, tokens=tuple(tokens), is_nested=nested, has_document=bool(documents)
             )  # fmt: skip
         )
-        depth = after
     return found
 
 
@@ -180,16 +182,22 @@ def _complete(line: str) -> list[Token] | None:
         return None
 
 
-def _depth_change(tokens: Sequence[Token]) -> int:
-    change, begins = 0, True
+def _follow_nesting(opened: list[str], tokens: Sequence[Token]) -> None:
+    """Update the list of reserved words and parentheses that are open."""
+    begins = True
     for token in tokens:
         if token.is_operator:
-            change += (token.raw == "(") - (token.raw == ")" and change > 0)
+            if token.raw == "(":
+                opened.append(token.raw)
+            elif token.raw == ")" and opened[-1:] == ["("]:  # not the end of a pattern of `case`
+                opened.pop()
             begins = not token.redirects
         else:
-            change += begins * ((token.raw in _OPENS) - (token.raw in _CLOSES))
+            if begins and token.raw in _OPENS:
+                opened.append(token.raw)
+            elif begins and token.raw in _CLOSES and opened:
+                opened.pop()
             begins = begins and token.raw in _BEFORE_COMMAND
-    return change
 
 
 def simple_commands(tokens: Sequence[Token]) -> Iterator[tuple[str, list[Token]]]:

@@ -85,6 +85,40 @@ def test_a_script_without_one_clear_launch_line_is_refused(tail: str, why: str) 
         one_line(tail)
 
 
+def test_conditions_before_the_launch_line_stay_whole() -> None:
+    tail = """[[ -f env.sh ]] && source env.sh
+[ -n "$SCRATCH" ] || exit 1
+if [ -d /data ]; then
+  export DATA=/data
+  UNUSED=1
+  cat <<E
+x
+E
+else DATA=/other
+fi
+case "$1" in a) X=1;; esac
+(
+  cd /
+)
+f() {
+  echo in f
+}
+srun python train.py --data $DATA < input.txt"""
+    made = one_line(tail)
+    lines = made.setup.splitlines()
+    first = lines.index("if [ -d /data ]; then")
+    assert lines[first : first + 6] == [
+        "if [ -d /data ]; then", "  export DATA=/data", "  UNUSED=1", ":", "else DATA=/other", "fi",
+    ]  # fmt: skip
+    assert {item.text for item in made.unclear} == {"  cat <<E", "$1", "< input.txt"}
+    assert '"PATH=$JOB_PATH PYTHONPATH=$JOB_PYTHONPATH exec python train.py --data $DATA"' in made.config
+
+
+def test_a_program_that_only_the_job_knows_is_pointed_out() -> None:
+    made = one_line("if true; then CMD='torchrun x.py'; else CMD='python x.py'; fi\nsrun $CMD")
+    assert [(item.text, "known only in the job" in item.why) for item in made.unclear] == [("$CMD", True)]
+
+
 def test_a_file_that_is_no_shell_script_is_refused(here: Path) -> None:
     with pytest.raises(NotFound, match="no such file"):
         convert(here / "gone.sh", SHELL)

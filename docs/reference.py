@@ -222,8 +222,8 @@ If a run's folder was moved, its verbs exit with 4: move it back, put a link the
 Jobs do not get this shell's `PYTHONPATH`.
 """
 VERBS_BY_SECTION = {
-    "Every day": "init submit sweep debug status show compare wait events logs top attach shell save cancel resume tag "
-    "rm drill demo doctor",
+    "Every day": "init submit sweep debug status show compare wait events logs top attach shell save cancel resume "
+    "priority tag rm drill demo doctor",
     "Checkpoints": "ckpt",
     "Restore tests": "restore-tests",
     "Nodes": "nodes",

@@ -31,6 +31,7 @@ VERBS = {
     "save": ("live_jobs.live_attempt:save", "Save a checkpoint now; training continues."),
     "cancel": ("runs.cancel_resume:cancel", "Save a checkpoint, then stop the runs."),
     "resume": ("runs.cancel_resume:resume", "Continue a run that is held, failed or cancelled."),
+    "priority": ("runs.priority:priority", "Change the order of your own waiting runs."),
     "tag": ("runs.tags:tag", "Add tags to a run, or remove them."),
     "rm": ("rm:rm", "Remove runs that are over: folder, checkpoints, registry rows."),
     "ckpt": ("checkpoints.group:ckpt", "List, verify, compare, export, import, pin and clean up checkpoints."),

@@ -270,7 +270,9 @@ def _resolve_values(values: dict[str, Any], origins: dict[keys.Path, str]) -> di
     for path in keys.every_key():
         kind = keys.key_type(path, "")
         if typing.get_origin(kind) is tuple and keys.is_section(keys.item_kind(kind)):
-            _typed_entries(data[path[0]][path[1]], keys.item_kind(kind), path, origins)
+            branch = _branch(data, path)
+            assert branch is not None
+            _typed_entries(branch[path[-1]], keys.item_kind(kind), path, origins)
     return data
 
 

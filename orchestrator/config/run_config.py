@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from orchestrator.config.budgets_config import BudgetConfig
 from orchestrator.config.restore_tests_config import RestoreTestsConfig
 from orchestrator.notifications.channels import NotifyConfig
 from trainer.protocol.config import JobConfig
@@ -46,3 +47,6 @@ class RunConfig(JobConfig):
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     restore_tests: RestoreTestsConfig = field(default_factory=RestoreTestsConfig)
     notify: NotifyConfig = field(default_factory=NotifyConfig)
+    budgets: tuple[BudgetConfig, ...] = ()
+    """Budgets of GPU-hours (`[{account: x, gpu_hours: 5000, per: month}]`), usually in the site's or your own file;
+    `orch submit` checks them against the runs in your registry."""

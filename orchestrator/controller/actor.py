@@ -75,6 +75,8 @@ UsableNodes = Callable[[Resources, frozenset[str]], int | None]
 
 None if the scheduler cannot report it. Raises SlurmUnreachable if it does not answer.
 """
+DescribeWait = Callable[[JobStatus, Resources, float], str]
+"""Figures for a pending job that has had the same reason for some seconds; "" if none are known."""
 
 
 class Stamp(TypedDict):
@@ -100,6 +102,7 @@ class Actor:
         self.check_scheduler: Callable[[float], None] = lambda within: None
         self.pool_size: PoolSize = lambda config: None
         self.usable_nodes: UsableNodes = lambda asked, without: None
+        self.describe_wait: DescribeWait = lambda job, asked, waited: ""
 
     def start_pass(self, lease: Lease) -> None:
         self.lease, self.actions, self._renewed_at = lease, [], self.clock.mono()

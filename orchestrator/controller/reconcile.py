@@ -18,6 +18,7 @@ from orchestrator.controller.conclude import conclude
 from orchestrator.controller.expected_start import changed_fields
 from orchestrator.controller.may_start import Wait, find_predecessors, record_wait, waiting_runs
 from orchestrator.controller.nodes_to_avoid import to_avoid
+from orchestrator.controller.own_queue import OrderJobs, by_priority, order_pending
 from orchestrator.controller.ownership import Domain, never_submitted, sweep_orphans
 from orchestrator.controller.requeued_jobs import adopt_requeued, end_requeued, launch_requeued, why_not_continued
 from orchestrator.controller.run_signs import HAS_JOB, has_news
@@ -56,6 +57,7 @@ from orchestrator.scheduler.interface import (
 from orchestrator.scheduler.scheduler_instance import KEEP_FOR, Instance
 from orchestrator.scheduler.slurm.refusals import waiting_words
 from orchestrator.states import LIVE_ATTEMPTS, LIVE_RUNS, AttemptState, RunState
+from trainer.protocol.config_sections.scheduler_kinds import traits
 from trainer.protocol.failures.decision import Action
 from trainer.protocol.failures.outcome import FailureKind
 from trainer.protocol.run_dir import RunDir
@@ -108,6 +110,7 @@ class Controller:
         self.actor = Actor(store, schedulers, self.clock, self.observed)
         self.domain = Domain(self.actor, instance)
         self.actor.pool_size, self.actor.usable_nodes = pool_size, usable_nodes
+        self.order_jobs: OrderJobs = lambda wanted: []
         self.files = self.actor.files = files or DirectFiles()
         self.configs = RunConfigs(store)
         self._errors: list[str] = []
@@ -133,7 +136,8 @@ class Controller:
             for kind in sorted({run.cluster for run in runs})
         }
         self._silent |= {kind: why for kind, why in self.queries.silent.items() if kind in snapshots}
-        fresh = [self._serve(run, attempts[run.name], snapshots[run.cluster]) for run in runs]
+        fresh = [self._serve(run, attempts[run.name], snapshots[run.cluster]) for run in by_priority(runs)]
+        self._order_pending(runs, attempts, snapshots)
         for kind, snapshot in snapshots.items():
             sweep_orphans(self.actor, self.domain, kind, snapshot)
         if self.actor.actions:
@@ -159,6 +163,18 @@ class Controller:
         with suppress(OSError, RunDirHangs):
             return self.actor.in_folder(folder, lambda: has_news(folder))
         return False, False
+
+    def _order_pending(
+        self, runs: list[Run], attempts: Mapping[str, tuple[Attempt, ...]], snapshots: Mapping[str, SchedulerSnapshot]
+    ) -> None:  # fmt: skip
+        rows = [
+            (run, last, snapshots[run.cluster].adopted_job(last))
+            for run in runs
+            for last in attempts[run.name][-1:]
+            if not traits(run.cluster).simulated_nodes
+        ]
+        for done in order_pending(rows, self.configs, self.observed, self.order_jobs):
+            self.actor.record_action(done)
 
     # -- one run
 
@@ -335,11 +351,13 @@ class Controller:
         spec = job_spec(run, attempt, view.config)
         reason_for = self.actor.observed.age(f"reason:{run.name}/{attempt.number}", job.reason)
         waits = waiting_words(job.reason, spec.resources, run.name, reason_for) if not runs else ""
+        figures = self.actor.describe_wait(job, spec.resources, reason_for) if waits else ""
         altered = "" if attempt.restarts else changes(job, spec)
         held = f"a user holds it: `scontrol release {job.job_id}`" if is_held_by_person(self.actor, view, job) else ""
         size = size_note(view, self.configs(run.config_digest), job)
         notes = training_notes(self.store, attempt) if runs else []
-        notes_text = "".join(f"; {words}" for words in (size, held, silence, evidence.odd, altered, *notes) if words)
+        texts = (figures, size, held, silence, evidence.odd, altered, *notes)
+        notes_text = "".join(f"; {words}" for words in texts if words)
         saves = f"{evidence.saves_failing}; " if evidence.saves_failing and runs else ""
         self.actor.note(run, f"{saves}job {job.job_id} is {job.state}{waits}{notes_text}")
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Self
@@ -42,6 +43,8 @@ from orchestrator.run_dirs.bounded_files import BoundedFiles
 from orchestrator.scheduler.available_schedulers import FACTORIES, lease_key, make_instance, usable
 from orchestrator.scheduler.job_environment import package_root
 from orchestrator.scheduler.scheduler_instance import is_known, unknown_instance
+from orchestrator.scheduler.slurm.own_order import OwnOrder, order_quietly
+from orchestrator.scheduler.slurm.wait_figures import WaitFigures
 from orchestrator.states import LIVE_RUNS
 from trainer.protocol.config_sections.scheduler_kinds import LOCAL
 from trainer.protocol.logs.log_rotation import LogFile, LogsConfig
@@ -240,6 +243,7 @@ def _controller(store_path: Path, kind: str, key: str, *, daemon: bool = False) 
             usable_nodes=NodesInService(), files=files, instance=make_instance(kind),
         )  # fmt: skip
         controller.queries.quiet = FACTORIES[kind].quiet if daemon else 0.0
+        controller.actor.describe_wait, controller.order_jobs = WaitFigures(), partial(order_quietly, OwnOrder())
         files.between = controller.actor.renew_lease_if_due
         store.database.after_commit = records = RecordWriter(store, files)
         try:

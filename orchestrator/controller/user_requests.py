@@ -1,4 +1,4 @@
-"""User requests to the controller (cancel, resume, release or exclude a node), answered in the registry."""
+"""User requests to the controller (cancel, resume, priority, release or exclude a node), answered in the registry."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -9,6 +9,7 @@ from orchestrator import failpoints
 from orchestrator.controller.actor import Actor
 from orchestrator.controller.conclude import cancel_decision
 from orchestrator.controller.may_start import ENDED_BADLY
+from orchestrator.controller.own_queue import PRIORITY
 from orchestrator.controller.ownership import is_addressed_to, is_ours, never_submitted
 from orchestrator.controller.scheduler_snapshot import SchedulerSnapshot
 from orchestrator.errors import Fenced, NotFound, RegistryError, SlurmUnreachable
@@ -64,7 +65,7 @@ def answer_idle(actor: Actor) -> bool:
 
 
 def _answer_idle(actor: Actor, run: Run, request: UserRequest) -> bool:
-    handlers = {RELEASE: _release, EXCLUDE: _exclude, "resume": _resume}
+    handlers = {RELEASE: _release, EXCLUDE: _exclude, "resume": _resume, PRIORITY: _set_priority}
     if request.verb in handlers:
         return handlers[request.verb](actor, run, request)
     return request.verb == "cancel" and run.state not in LIVE_RUNS and _cancel_idle(actor, run, request)
@@ -168,6 +169,18 @@ def _ended_badly(actor: Actor, name: str) -> bool:
         return actor.store.named_run(name).state in ENDED_BADLY
     except NotFound:
         return True
+
+
+def _set_priority(actor: Actor, run: Run, request: UserRequest) -> bool:
+    """Change a run's priority. Its pending job is moved at the end of the pass."""
+    value = int(request.args["value"])
+
+    def change() -> None:
+        stamp = actor.stamp()
+        actor.store.note_run(run.name, **stamp, identity=actor.store.run(run.name).identity | {PRIORITY: value})
+        actor.store.answer(request.id, f"{run.name} has priority {value}", **stamp)
+
+    return _record(actor, change, f"{run.name} has priority {value}")
 
 
 def _release(actor: Actor, run: Run, request: UserRequest) -> bool:

@@ -95,19 +95,19 @@ def runs_by_name(path: Path, names: Iterable[str]) -> list[dict[str, Any]]:
 def found_bad(path: Path, since: float) -> list[str]:
     """Return the runs with a checkpoint that a restore test has found bad since `since`."""
     query = f"SELECT DISTINCT run FROM restore_tests WHERE ended_at >= ? AND verdict IN {_BAD} ORDER BY run"
-    return [row["run"] for row in _rows(path, query, (since,))]
+    return [row["run"] for row in select_rows(path, query, (since,))]
 
 
 def run_names(path: Path, limit: int = 1000) -> list[tuple[str, str]]:
     """Return the names and states of the newest runs."""
     query = "SELECT name, state FROM runs ORDER BY id DESC LIMIT ?"
-    return [(row["name"], row["state"]) for row in _rows(path, query, (limit,))]
+    return [(row["name"], row["state"]) for row in select_rows(path, query, (limit,))]
 
 
 def saved_steps(path: Path, run: str) -> list[tuple[int, str]]:
     """Return the step and the trust of a run's existing checkpoints, newest first."""
     query = "SELECT step, trust FROM checkpoints WHERE run = ? AND trust <> 'DELETED' ORDER BY step DESC"
-    return [(row["step"], row["trust"]) for row in _rows(path, query, (run,))]
+    return [(row["step"], row["trust"]) for row in select_rows(path, query, (run,))]
 
 
 def has_best(path: Path, run: str) -> bool:
@@ -116,25 +116,25 @@ def has_best(path: Path, run: str) -> bool:
         "SELECT json_extract(configs.data, '$.checkpoint.best.metric') AS metric "
         "FROM runs JOIN configs ON configs.digest = runs.config_digest WHERE runs.name = ?"
     )
-    return any(row["metric"] for row in _rows(path, query, (run,)))
+    return any(row["metric"] for row in select_rows(path, query, (run,)))
 
 
 def tag_names(path: Path) -> list[str]:
     """Return every tag in use."""
     query = "SELECT DISTINCT value FROM runs, json_each(runs.tags) ORDER BY value"
-    return [row["value"] for row in _rows(path, query, ())]
+    return [row["value"] for row in select_rows(path, query, ())]
 
 
 def sweep_names(path: Path) -> list[str]:
     """Return the name of every sweep, newest first."""
     names = "SELECT json_extract(sweep, '$.name') AS name FROM runs WHERE sweep <> '{}'"
-    return [row["name"] for row in _rows(path, f"{names} GROUP BY name ORDER BY max(id) DESC", ())]
+    return [row["name"] for row in select_rows(path, f"{names} GROUP BY name ORDER BY max(id) DESC", ())]
 
 
 def node_names(path: Path) -> list[str]:
     """Return every node on which an attempt has run."""
     query = "SELECT DISTINCT name FROM nodes ORDER BY name"
-    return [row["name"] for row in _rows(path, query, ())]
+    return [row["name"] for row in select_rows(path, query, ())]
 
 
 def leases(path: Path, *, any_version: bool = False) -> list[Lease]:
@@ -144,7 +144,7 @@ def leases(path: Path, *, any_version: bool = False) -> list[Lease]:
     """
     columns = ", ".join(item.name for item in fields(Lease))
     query = f"SELECT {columns} FROM lease ORDER BY holder = '', renewed_at DESC, epoch DESC"
-    return [Lease(**dict(row)) for row in _rows(path, query, (), any_version=any_version)]
+    return [Lease(**dict(row)) for row in select_rows(path, query, (), any_version=any_version)]
 
 
 def lease(path: Path, scheduler: str | None = None) -> Lease | None:
@@ -171,7 +171,7 @@ def _among(column: str, values: Iterable[str] | None) -> tuple[list[str], list[s
 def _newest(path: Path, limit: int | None, conditions: list[str], values: list[str]) -> list[dict[str, Any]]:
     where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
     bound = (*values, -1 if limit is None else limit, *_UNUSABLE)
-    return [_answer(row) for row in _rows(path, _NEWEST.format(where=where), bound)]
+    return [_answer(row) for row in select_rows(path, _NEWEST.format(where=where), bound)]
 
 
 def _answer(row: sqlite3.Row) -> dict[str, Any]:
@@ -201,16 +201,19 @@ def _pop_columns(answer: dict[str, Any], prefix: str, keys: Iterable[str]) -> di
 
 def config(path: Path, digest: str) -> dict[str, Any] | None:
     """Return the resolved configuration with this digest, or None."""
-    found = _rows(path, "SELECT data FROM configs WHERE digest = ?", (digest,), any_version=True)
+    found = select_rows(path, "SELECT data FROM configs WHERE digest = ?", (digest,), any_version=True)
     return dict(json.loads(found[0]["data"])) if found else None
 
 
 def run_folders(path: Path) -> dict[str, str]:
     """Return the folder of every run in this registry; empty if there is no registry."""
-    return {row["name"]: row["run_dir"] for row in _rows(path, "SELECT name, run_dir FROM runs", (), any_version=True)}
+    return {
+        row["name"]: row["run_dir"] for row in select_rows(path, "SELECT name, run_dir FROM runs", (), any_version=True)
+    }
 
 
-def _rows(path: Path, query: str, values: tuple[Any, ...], *, any_version: bool = False) -> list[sqlite3.Row]:
+def select_rows(path: Path, query: str, values: tuple[Any, ...], *, any_version: bool = False) -> list[sqlite3.Row]:
+    """Return the rows of a query; no rows if there is no registry. Raises RegistryError."""
     if not path.exists():
         return []
     try:

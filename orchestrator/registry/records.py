@@ -275,7 +275,7 @@ OF_NODES = frozenset({RELEASE, EXCLUDE})
 
 @dataclass(frozen=True, kw_only=True)
 class UserRequest:
-    """A user's request to the controller; verb is `cancel`, `resume`, or a member of OF_NODES."""
+    """A user's request to the controller; verb is `cancel`, `resume`, `priority`, or a member of OF_NODES."""
 
     id: int
     run: str

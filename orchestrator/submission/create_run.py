@@ -232,6 +232,8 @@ class RunOrigin:
     """Run after whose success the run starts."""
     sweep: dict[str, Any] = field(default_factory=dict)
     """`SweepMember` as JSON."""
+    priority: int = 0
+    """Rank among the user's own waiting runs."""
 
 
 def create_run(
@@ -269,6 +271,7 @@ def create_run(
     seen = data_identity(data["data"]["path"], index) if index is not None else {}
     identity = identify(config, kind, data=seen, environ=recorded, imported=origin.code)
     identity |= {"host": socket.gethostname()} | ({} if origin.imported is None else {"imported": origin.imported})
+    identity |= {"priority": origin.priority} if origin.priority else {}
     digest = store.put_config(data)
     new = NewRun(
         slug=config.name, cluster=kind, root=root, config_digest=digest,

@@ -23,7 +23,7 @@ from orchestrator.cli.cluster.site_settings import (
     read_version,
     site_settings,
 )
-from orchestrator.cli.terminal.argument_types import NonEmptyPath
+from orchestrator.cli.terminal.argument_types import NonEmptyPath, Seconds
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, size
 from orchestrator.config.compose import compose
@@ -290,8 +290,16 @@ def periodic_passes() -> Check:
 @click.command(cls=Verb)
 @click.option("--root", type=NonEmptyPath(path_type=Path), default=None, help="Folder for runs; default: cluster.root.")
 @click.option("--config", "source", default="tiny-gpt", show_default=True, help="Configuration to take cluster.* from.")
+@click.option(
+    "--nodes", type=click.IntRange(1), metavar="N",
+    help="Instead, measure the network and the storage with a short job on N nodes.",
+)  # fmt: skip
+@click.option(
+    "--step-seconds", type=Seconds(min=0, min_open=True), metavar="SECONDS",
+    help="With --nodes: the time of a training step, with which the measured times are compared.",
+)  # fmt: skip
 @click.pass_obj
-def doctor(screen: Screen, root: Path | None, source: str) -> int:
+def doctor(screen: Screen, root: Path | None, source: str, nodes: int | None, step_seconds: float | None) -> int:
     """Check this machine and cluster, and list what to fix.
 
     It checks Python and packages, the state folder, the registry's file system, the folder of runs (write, fsync,
@@ -300,7 +308,19 @@ def doctor(screen: Screen, root: Path | None, source: str) -> int:
     Slurm settings enable or prevent (KillWait, SlurmdTimeout, preemption, requeue, job_submit plugins, limits,
     cgroups), with the key and the value to set. It changes nothing. The exit code is 4 if something must be fixed
     before runs can continue.
+
+    With --nodes it submits a run with the tag `probe` instead, which takes about a minute: all-reduce, all-gather,
+    reduce-scatter and point-to-point by message size, within and between nodes; the network in use; read, write and
+    metadata rates of `data.path`, the run root and every checkpoint tier, from one node and from all at once. Results
+    are stored beside the registry.
     """
+    if nodes is not None:
+        from orchestrator.cli.cluster.probe import probe_cluster  # imports the modules of `orch submit`
+
+        measured = probe_cluster(screen, source, nodes, step_seconds=step_seconds)
+        if screen.json:
+            screen.data("doctor", {"ok": True, "checks": [], "probe": measured})
+        return 0
     found: list[Check] = []
     cluster = _cluster(source, found)
     place = root or (Path(cluster["root"]) if cluster.get("root") else None)

@@ -14,6 +14,7 @@ from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.access.run_folder import has_moved, warn_of_missing
 from orchestrator.cli.runs.config_changes import config_changes, describe_code, short_digests
 from orchestrator.cli.runs.node_setup import read_node_setup
+from orchestrator.cli.runs.priority import priority_words
 from orchestrator.cli.runs.show_tables import (
     compared_table,
     describe_own_test,
@@ -49,17 +50,17 @@ from orchestrator.run_view import RunView, find_run
 from trainer.protocol.run_dir import RunDir
 
 SHOW_JSON = """
-as status, with {config_digest, config_changes: [{attempt, key, before, now}], code, env, data, run_dir, created_at,
-transitions, is_restore_test, attempts: [{attempt, state, job_id, sluid, restarts, nodes, excluded, started_at,
-ended_at, resumed_from, last_step, generations, generation_list, config_digest, smaller_world: {nodes, spare_nodes, of,
-of_spare_nodes, reason, base} | null, failure: {kind, reason, rank, node, evidence} | null, decision: {action, reason} |
-null}], checkpoints: [{step, trust, bytes, path, attempt, seconds, stall, tier, copies: [{tier, path, bytes,
-copied_at}], pin, pinned}], incidents: [{time, attempt, generation, name, kind, rank, node, phase, step, reason,
-waiting, detected, withdrawn, evidence, evidence_there, done}], stragglers: [{..., rank, node, section, ratio, step,
-steps, gpu_hours, over}], skipped: [{..., step, position, reason}], restart_differs: [{..., step, restored, reason}],
-incomplete: [{..., step, reason}], code_recorded: [{..., digest}], code_changes: [{..., digest, reason, accepted}],
-spares: [{..., name, instead, reason}], unfit: [{..., node, reason}], unreadable: [{..., unread, reason}], restore_tests
-(as restore-tests history), proven: {step, checkpoint, layouts, ended_at} | null, figures: {steps,
+as status, with {config_digest, config_changes: [{attempt, key, before, now}], code, env, data, run_dir, priority,
+created_at, transitions, is_restore_test, attempts: [{attempt, state, job_id, sluid, restarts, nodes, excluded,
+started_at, ended_at, resumed_from, last_step, generations, generation_list, config_digest, smaller_world: {nodes,
+spare_nodes, of, of_spare_nodes, reason, base} | null, failure: {kind, reason, rank, node, evidence} | null, decision:
+{action, reason} | null}], checkpoints: [{step, trust, bytes, path, attempt, seconds, stall, tier, copies: [{tier,
+path, bytes, copied_at}], pin, pinned}], incidents: [{time, attempt, generation, name, kind, rank, node, phase, step,
+reason, waiting, detected, withdrawn, evidence, evidence_there, done}], stragglers: [{..., rank, node, section, ratio,
+step, steps, gpu_hours, over}], skipped: [{..., step, position, reason}], restart_differs: [{..., step, restored,
+reason}], incomplete: [{..., step, reason}], code_recorded: [{..., digest}], code_changes: [{..., digest, reason,
+accepted}], spares: [{..., name, instead, reason}], unfit: [{..., node, reason}], unreadable: [{..., unread, reason}],
+restore_tests (as restore-tests history), proven: {step, checkpoint, layouts, ended_at} | null, figures: {steps,
 tokens_per_s_per_rank, tflops_per_rank, mfu, shares, exposed, memory} | null, setup: {staged, variables, cores: {rank:
 cores}, binding, network: {network, devices, gpudirect, version} | null}, notified: {state, delivered, failed, tries,
 at, next_at} | null}; seconds is how long a save took, stall how long training waited for it; tier is empty for the
@@ -143,6 +144,7 @@ def _document(
         "checkpoints": kept,
         **{key: run.identity.get(key) for key in ("data", "imported")},
         "run_dir": run.run_dir,
+        "priority": run.identity.get("priority", 0),
         "figures": asdict(figures) if (figures := figures_of_run(RunDir(Path(run.run_dir)))) else None,
         "setup": read_node_setup(RunDir(Path(run.run_dir))).to_json(),
         "created_at": iso(run.created_at),
@@ -242,6 +244,7 @@ def _head(screen: Screen, run: Run, view: RunView, own_test: RestoreTest | None,
         "sweep": " ".join([run.sweep["name"], *map("=".join, run.sweep["point"].items())]) if run.sweep else "",
         "created": f"{screen.when(run.created_at)}   updated {span(view.age_s)} ago",
         "tags": ", ".join(run.tags),
+        "priority": priority_words(run.identity["priority"]) if run.identity.get("priority") else "",
         "config": run.config_digest[:12],
         "code": describe_code(identity.get("code") or {}, notices),
         "env": _describe_identity(identity.get("env") or {}),

@@ -123,6 +123,7 @@ def _show(screen: Screen, views: Sequence[RunView], sweep: str | None) -> None:
         status_table(screen, views)
     warn_of_bad_tests(screen, views)
     warn_of_undelivered(screen, views)
+    warn_of_budgets(screen)
     if screen.json:
         screen.data("status", [view.to_json() for view in views])
     else:
@@ -218,6 +219,15 @@ def warn_of_undelivered(screen: Screen, views: Sequence[RunView]) -> None:
         names = ", ".join(undelivered[:_MOST_NAMED]) + (", ..." if len(undelivered) > _MOST_NAMED else "")
         words = f"some notifications of {len(undelivered)} runs were not delivered: {names}"
         screen.warn("not_notified", f"{words}; `orch show RUN` gives the reason")
+
+
+def warn_of_budgets(screen: Screen) -> None:
+    """Warn about budgets of GPU-hours that are nearly used up."""
+    from orchestrator.registry import gpu_hours
+
+    for use in gpu_hours.measure_budgets(registry_path(), gpu_hours.newest_budgets(registry_path()), time.time()):
+        if use.share >= gpu_hours.WARN_FROM:
+            screen.warn("budget", use.words)
 
 
 def status_table(screen: Screen, views: Sequence[RunView], *, aligned: bool = False) -> None:

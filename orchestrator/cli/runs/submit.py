@@ -17,7 +17,7 @@ from orchestrator.cli.access.slurm_environment import compare_with_controller, s
 from orchestrator.cli.config import OVERRIDES, compose_config, print_config, warn_about_config
 from orchestrator.cli.runs.events import detach_message, report_end, wait_until_end
 from orchestrator.cli.runs.tags import check_tags
-from orchestrator.cli.terminal.argument_types import ClusterKind, NonEmptyPath
+from orchestrator.cli.terminal.argument_types import ClusterKind, NonEmptyPath, Priority
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.config.redaction import redact_config, redacted_origins
@@ -69,6 +69,10 @@ also state, step, reason
 @click.option("-y", "--yes", is_flag=True, help="With --from-sbatch: submit without asking.")
 @click.option("--after", metavar="RUN", help="Start when this run has succeeded; if it fails or is cancelled, hold.")
 @click.option("-t", "--tag", "tags", multiple=True, metavar="NAME", help="Tag the run; repeatable.")
+@click.option(
+    "--priority", type=Priority(), metavar="high|normal|low|N", default="normal", show_default=True,
+    help="Order among your own waiting runs; `orch priority` changes it.",
+)  # fmt: skip
 @click.option("-n", "--name", help="Name of the run; orch adds a number.")
 @click.option("--cluster", type=ClusterKind(), help="Where to run; overrides cluster.kind.")
 @click.option("--wait", "wait_", is_flag=True, help="Return when the run has ended.")
@@ -85,8 +89,9 @@ also state, step, reason
 @click.pass_obj
 def submit(
     screen: Screen, source: str | None, overrides: tuple[str, ...], begin: str | None, weights_only: bool,
-    after: str | None, tags: tuple[str, ...], name: str | None, cluster: str | None, wait_: bool, follow: bool,
-    no_controller: bool, dry_run: bool, print_sbatch: bool, from_sbatch: Path | None, print_config: bool, yes: bool,
+    after: str | None, tags: tuple[str, ...], priority: int, name: str | None, cluster: str | None, wait_: bool,
+    follow: bool, no_controller: bool, dry_run: bool, print_sbatch: bool, from_sbatch: Path | None,
+    print_config: bool, yes: bool,
 ) -> int:  # fmt: skip
     """Submit a run; orch restarts it until it is finished.
 
@@ -126,18 +131,17 @@ def submit(
         if made is None:
             return 0
         source = str(made.absolute())
-    begun_with = _beginning(screen, source, overrides, begin, weights_only=weights_only, write=not only_look)
-    with begun_with as (composed, imported):
+    beginning = _beginning(screen, source, overrides, begin, weights_only=weights_only, write=not only_look)
+    with beginning as (composed, imported):
         warn_about_config(screen, composed.config)
         if only_look:
             preview(screen, composed, cluster, only_script=print_sbatch and not dry_run)
             return 0
-        origin = RunOrigin(imported=imported, tags=tags, predecessor=predecessor)
+        origin = RunOrigin(imported=imported, tags=tags, predecessor=predecessor, priority=priority)
         launched = launch(screen, composed, cluster, no_controller=no_controller, origin=origin)
-    is_waiting = wait_ or follow
-    if not (is_waiting and screen.json):
+    if not (screen.json and (wait_ or follow)):
         _print_launched(screen, launched)
-    if not is_waiting:
+    if not (wait_ or follow):
         return 0
     view = wait_until_end(screen, launched["run"], follow=follow)
     if screen.json:
@@ -240,7 +244,10 @@ def check(screen: Screen, composed: Any, kind: str) -> "CodeRecord | None":
 
 def record(screen: Screen, composed: Any, cluster: str | None, origin: "RunOrigin") -> "tuple[Run, Attempt]":
     """Prepare the data and record a run that `check` has accepted."""
+    from orchestrator.submission.check_budgets import check_budgets
     from orchestrator.submission.create_run import create_run
+
+    check_budgets(composed.config, origin.tags, registry_path(), time.time(), lambda text: screen.warn("budget", text))
 
     def set_interrupt_message(run: Run) -> None:
         screen.if_interrupted = lambda: detach_message(run.name)

@@ -51,6 +51,25 @@ def timeout_option(default: float, least: float = 0.0) -> Callable[[Any], Any]:
     )  # fmt: skip
 
 
+PRIORITIES = {"high": 10, "normal": 0, "low": -10}
+_HIGHEST = 1000
+
+
+class Priority(click.types.StringParamType):
+    """A run's rank among the user's own runs, as a word or a whole number."""
+
+    name = "priority"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            number = PRIORITIES[value] if value in PRIORITIES else int(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a priority: type high, normal, low or a whole number", param, ctx)
+        if abs(number) > _HIGHEST:
+            self.fail(f"{value} is not from -{_HIGHEST} to {_HIGHEST}", param, ctx)
+        return number
+
+
 class NonEmptyPath(click.Path):
     """A path. An empty path, from an unset shell variable, would mean the current folder, so it is refused."""
 

@@ -195,7 +195,7 @@ _WAITS: tuple[tuple[str, Wait], ...] = (
      "nodes that it needs are down, drained or reserved", "cluster.nodes=NUMBER", "`sinfo -R`", for_nodes=True)),
     ("(QOS|Assoc)Grp.*Minutes.*|QOSUsageThreshold", Wait(
      Lasts.MAY_STAY, "the budget of the account or QOS is used up", "cluster.account=NAME", "`sshare`")),
-    ("(QOS|Assoc)(Grp|Max).*|QOSJobLimit|QOSResourceLimit|Association(Job|Resource)Limit", Wait(
+    (r"(QOS|Assoc)(Grp|Max).*|Max\w+PerAccount|QOSJobLimit|QOSResourceLimit|Association(Job|Resource)Limit", Wait(
      Lasts.CLEARS, "a limit on concurrent jobs, which clears when other jobs end")),
     ("Resources", Wait(Lasts.CLEARS, "it waits for free nodes", for_nodes=True)),
     ("Priority", Wait(Lasts.CLEARS, "jobs with higher priority go first", for_nodes=True)),

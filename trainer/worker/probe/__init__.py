@@ -1,0 +1,1 @@
+"""Measurement of a cluster's network and storage by a short job (`orch doctor --nodes`)."""

@@ -12,7 +12,8 @@ HEAD = """# Slurm versions
 
 `make proof` runs all Slurm tests on real Slurms of these versions, and writes this page from its results
 ([proof.json](proof.json)). `make test` runs a sample on the newest one. A cell shows the run's last state, the ends
-of its attempts in order, and how many jobs Slurm had for them: one for each attempt.
+of its attempts in order, and how many jobs Slurm had for them: one for each attempt. After a killed rank, a node's
+death and a preemption, losses and final weights equal those of an undisturbed run, bit for bit.
 
 """
 
@@ -36,9 +37,10 @@ def _row(first: str, cells: list[str]) -> str:
 
 
 def _counts(tests: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return one line about all Slurm tests."""
-    found = [test for name, test in tests.items() if name.startswith("tests/slurm/")]
-    counts = {suite: sum(test["figures"].get(CASES_ON.format(suite=suite), 0) for test in found) for suite in SUITES}
+    """Return one line about all Slurm tests that record their suite."""
+    names = {CASES_ON.format(suite=suite): suite for suite in SUITES}
+    found = [test for test in tests.values() if names.keys() & test["figures"].keys()]
+    counts = {suite: sum(test["figures"].get(name, 0) for test in found) for name, suite in names.items()}
     words = ", ".join(f"{count} on {suite}" for suite, count in counts.items() if count)
     cases, passed = (sum(test[count] for test in found) for count in ("cases", "passed"))
-    return f"All Slurm tests: {passed} of {cases} cases passed ({words}).\n"
+    return f"Slurm tests run so far: {passed} of {cases} cases passed ({words}).\n"

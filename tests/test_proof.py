@@ -1,12 +1,13 @@
 """`make proof`: a continued run repeats only tests that have not passed; figures, groups and dates of its page."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import proof
+from benchmarks import proof, slurm_versions
 
 CASES = """
 import pathlib
@@ -99,6 +100,16 @@ def test_a_row_summarizes_the_figures_of_its_group(
     test = {"cases": 1, "passed": 1, "seconds": 1, "date": "2026-01-02", "figures": figures}
     proof.write_page({f"{group.tests.split()[0]}x": test})
     assert f"| 1 | 1 | 2026-01-02 | {group.label}: {cell} |" in (tmp_path / "proof.md").read_text()
+
+
+def test_the_page_of_slurm_versions_follows_from_the_results() -> None:
+    tests = json.loads((proof.ROOT / "docs" / "proof.json").read_text())["tests"]
+    assert slurm_versions.page(tests) == (proof.ROOT / "docs" / "slurm-versions.md").read_text()
+    (name,) = [name for name in tests if name.endswith("::test_node_death")]
+    del tests[name]["figures"]["Slurm 26.05.5"]
+    assert "| node death | SUCCEEDED after node_lost; jobs: 2 | SUCCEEDED after node_lost; jobs: 2 | failed |" in (
+        slurm_versions.page(tests)
+    )
 
 
 def test_every_group_has_tests_that_exist() -> None:

@@ -4,8 +4,8 @@ docs/slurm-versions.md shows the results of `make proof`; `make test` runs those
 scheduler's contract, on the newest Slurm.
 """
 
+import re
 import secrets
-import shlex
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator.controller.running_jobs import SAVED_WITHIN
 from tests.end_to_end.user import User, assert_no_step_twice_at_once, compare
 from tests.orchestrator.scheduler.contract import SchedulerContract
 from tests.slurm.lab import SlurmLab, temporary_lab
@@ -71,7 +72,7 @@ class Verdicts:
     def _jobs(self, run: str) -> set[str]:
         listed = self.lab.ask("sacct", "-X", "-n", "-P", "-S", "now-1hours", "-o", "JobIDRaw,JobName").stdout.split()
         pairs = (line.partition("|") for line in listed)
-        return {job for job, _, name in pairs if name.startswith(f"orch-{run}-")}
+        return {job for job, _, name in pairs if re.fullmatch(rf"orch-{run}-\d+-[0-9a-f]{{8}}", name)}
 
 
 @pytest.fixture
@@ -157,14 +158,15 @@ def test_preemption(lab: SlurmLab, user: User, calm: tuple[User, str], verdict: 
 
 @pytest.mark.proof
 def test_time_limit(user: User, verdict: Verdicts) -> None:
-    limit = ["cluster.time=2", "cluster.signal_lead=20", "train.steps=400", "checkpoint.every=0"]
+    limit = ["cluster.time=2", "cluster.signal_lead=20", "train.steps=150", "checkpoint.every=0"]
     run = train(user, *user.slowly(), *limit)["run"]
     user.until(lambda: len(user.run_dir(run).all_attempts()) > 1, 200, "a second attempt", every=1.0)
     user.hurry()
     assert user.wait(run) == 0
-    first, second = user.show(run)["attempts"]
+    first, second, *others = user.show(run)["attempts"]
     assert first["last_step"] == second["resumed_from"]
-    verdict.run(run, "SUCCEEDED", "all ranks finished", "time_limit", None)
+    # On a busy machine, the limit may also end the second attempt.
+    verdict.run(run, "SUCCEEDED", "all ranks finished", *["time_limit"] * (1 + len(others)), None)
 
 
 def test_scancel_by_another(lab: SlurmLab, user: User, verdict: Verdicts) -> None:
@@ -195,6 +197,7 @@ def test_hold_by_another(lab: SlurmLab, user: User, verdict: Verdicts) -> None:
     submitted = train(user)
     run, job = submitted["run"], submitted["job_id"]
     user.until(lambda: user.status(run)["state"] == "QUEUED", 60, "a waiting run")
+    time.sleep(SAVED_WITHIN + 10)  # before that, orch takes a hold for a release that Slurm has lost
     lab.ask("scontrol", "hold", job)
     lab.ask("scancel", other)
     user.until(lambda: "a user holds it" in user.status(run)["reason"], 60, "the hold as the reason")
@@ -225,7 +228,7 @@ REFUSED = {
 
 @pytest.mark.proof
 @pytest.mark.parametrize("key", list(REFUSED))
-def test_unknown(lab: SlurmLab, user: User, verdict: Verdicts, key: str) -> None:
+def test_unknown_account_partition_or_qos(lab: SlurmLab, user: User, verdict: Verdicts, key: str) -> None:
     words = [f"cluster.root={user.root}", "--cluster", "slurm", *SLEEPS, f"cluster.{key}=nonesuch"]
     done = user.run("submit", "torchrun-script", *words)
     assert done.returncode == 4, done.stderr
@@ -258,7 +261,7 @@ def test_restore_test(user: User, verdict: Verdicts) -> None:
     assert user.wait(run) == 0
     (test,) = user.ask("ckpt", "restore-test", f"{run}@8", "--layout", "1", "--wait", timeout=300)
     assert test["verdict"] == "RESTORED", test
-    verdict.run(run, "SUCCEEDED", "all ranks finished", None)
+    verdict.run(test["test"], "SUCCEEDED", "all ranks finished", None)
 
 
 @pytest.mark.proof
@@ -293,6 +296,7 @@ def test_batch_script_that_exits_with_3(user: User, verdict: Verdicts) -> None:
     python = user.folder / "python"
     python.write_text("#!/bin/sh\nexit 3\n")
     python.chmod(0o755)
-    run = run_a_command(user, *SLEEPS, f"cluster.python={shlex.quote(str(python))}")["run"]
+    run = run_a_command(user, *SLEEPS, f"cluster.python={python}", "recovery.max_failures=3")["run"]
     assert user.wait(run) == 8
-    verdict.run(run, "FAILED", "exit code 3", *["launch_failed"] * 3)
+    assert [attempt["failure"]["exit_code"] for attempt in user.show(run)["attempts"]] == [3, 3, 3]
+    verdict.run(run, "FAILED", "launch failed 3 times", *["launch_failed"] * 3)

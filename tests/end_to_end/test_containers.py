@@ -11,6 +11,7 @@ from tests import image
 from tests.end_to_end.user import User, assert_gone
 
 pytestmark = [
+    pytest.mark.timeout(600),
     pytest.mark.multi,
     pytest.mark.skipif(not image.is_possible(), reason="mount namespaces need root"),
 ]
@@ -31,16 +32,16 @@ def test_a_script_in_an_image_without_orch_gets_full_care(cold_user: User, tmp_p
     folder.mkdir()
     image.make_image(root)
     run = cold_user.submit("torchrun-script", *SHAPE, *image.settings(root, folder))["run"]
-    cold_user.until(lambda: step(folder) > 3, 90, "steps")
+    cold_user.until(lambda: step(folder) > 3, 180, "steps")
     first = facts(folder, 1)
     assert (first["image"], first["python"], first["found"]) == (True, image.PYTHON, [])
 
     os.kill(int(str(first["pid"])), signal.SIGKILL)
-    cold_user.until(lambda: facts(folder, 1)["pid"] != first["pid"], 90, "a restart")
+    cold_user.until(lambda: facts(folder, 1)["pid"] != first["pid"], 180, "a restart")
     second = facts(folder, 1)
     assert int(str(second["first"])) > 0  # it continues from its own file
-    cold_user.until(lambda: step(folder) > int(str(second["first"])), 90, "further steps")
-    cold_user.until(lambda: (cold_user.status(run)["step"] or 0) > int(str(second["first"])), 60, "the step shown")
+    cold_user.until(lambda: step(folder) > int(str(second["first"])), 180, "further steps")
+    cold_user.until(lambda: (cold_user.status(run)["step"] or 0) > int(str(second["first"])), 180, "the step shown")
     assert [attempt["generations"] for attempt in cold_user.show(run)["attempts"]] == [2]
     assert "step " in cold_user.run("logs", run).stdout
 

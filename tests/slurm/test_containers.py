@@ -13,6 +13,7 @@ from tests.slurm import processes
 from tests.slurm.lab import SlurmLab
 
 pytestmark = [
+    pytest.mark.timeout(600),
     pytest.mark.slurm,
     pytest.mark.multi,
     pytest.mark.skipif(not image.is_possible(), reason="mount namespaces need root"),
@@ -28,13 +29,13 @@ def test_slurms_signal_and_a_dead_rank_in_an_image_without_orch(lab: SlurmLab, u
     folder.mkdir()
     image.make_image(root)
     run = user.submit("torchrun-script", *SHAPE, *image.settings(root, folder))["run"]
-    user.until(lambda: step(folder) > 3, 120, "steps")
+    user.until(lambda: step(folder) > 3, 180, "steps")
     first = facts(folder, 1)
     assert (first["image"], first["python"], first["found"]) == (True, image.PYTHON, [])
 
     os.kill(int(str(first["pid"])), signal.SIGKILL)
-    user.until(lambda: facts(folder, 1)["pid"] != first["pid"], 120, "a restart in place")
-    user.until(lambda: step(folder) > int(str(facts(folder, 1)["first"])), 120, "further steps")
+    user.until(lambda: facts(folder, 1)["pid"] != first["pid"], 180, "a restart in place")
+    user.until(lambda: step(folder) > int(str(facts(folder, 1)["first"])), 180, "further steps")
     status = user.status(run)
     assert (status["attempts"], status["step"] > 0) == (1, True)
 
@@ -42,7 +43,7 @@ def test_slurms_signal_and_a_dead_rank_in_an_image_without_orch(lab: SlurmLab, u
     assert int(str(facts(folder, 0)["child"])) in mine
     signalled = lab.ask("scancel", "--signal=USR2", str(status["job_id"]))  # as Slurm does before the time limit
     assert signalled.returncode == 0, signalled.stderr
-    user.until(lambda: all((folder / f"rank-{rank}.term").exists() for rank in range(2)), 60, "SIGTERM in both ranks")
+    user.until(lambda: all((folder / f"rank-{rank}.term").exists() for rank in range(2)), 180, "SIGTERM in both ranks")
     (folder / "stop").touch()  # the next job ends at once
     assert user.wait(run) == 0
     assert not processes.wait_gone(mine, 30)

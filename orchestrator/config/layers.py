@@ -86,6 +86,9 @@ def locate(source: str, folder: Path, where: str) -> Path:
     if is_name and source in yaml_text.names():
         return shipped_folder("configs") / f"{source}.yaml"
     if source.strip() and path.is_file():
+        if _is_job_script(path):
+            hint = f"orch submit --from-sbatch {shlex.quote(source)}"
+            raise ConfigError(f"{source} is an sbatch script, not a configuration", where=where or str(path), hint=hint)
         if (starter := _STARTERS.get(path.suffix)) is not None:
             hint = f"orch submit torchrun-script {shlex.quote(f'command=[{starter}, {format_list_items([source])}]')}"
             raise ConfigError(f"{source} is a script, not a configuration", where=where or str(path), hint=hint)
@@ -96,6 +99,16 @@ def locate(source: str, folder: Path, where: str) -> Path:
     is_special = source.strip() and path.exists() and not path.is_dir()
     hint = "write the configuration to a regular file, and use that" if is_special else _offer(source, where, folder)
     raise (ConfigError if where else NotFound)(what, where=where or (source if is_name else str(path)), hint=hint)
+
+
+def _is_job_script(path: Path) -> bool:
+    """Return whether this is a script with `#SBATCH` lines."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(1 << 16)
+    except OSError:  # reported where it is read
+        return False
+    return head.startswith(b"#!") and b"\n#SBATCH" in head
 
 
 def _no_file(path: Path) -> str:

@@ -156,7 +156,7 @@ def _comes_from_shell(name: str, environ: Mapping[str, str]) -> bool:
 
 
 def _setup_text(script: Path, setup: Setup, environ: Mapping[str, str]) -> str:
-    """Return the setup file: a template of sbatch_templates/, as it is described in docs/configuration.md."""
+    """Return the setup file, which is a template as orchestrator/scheduler/script.py describes it."""
     text = "\n".join(setup.lines)
     assigned = set(re.findall(r"\b([A-Za-z_]\w*)=", text))
     from_shell = sorted(name for name in references(text) - assigned if _comes_from_shell(name, environ))

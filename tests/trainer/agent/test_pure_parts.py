@@ -12,6 +12,7 @@ from trainer.protocol.config import DataConfig, JobConfig
 from trainer.protocol.config_sections.recipe_config import ClusterShape
 from trainer.protocol.failures.outcome import FailureKind
 from trainer.protocol.messages.agents import ProgressReport
+from trainer.protocol.messages.ranks import RankSpec
 from trainer.protocol.node_identity import NodeIdentity
 from trainer.protocol.rank_progress.progress import StopReason
 
@@ -237,3 +238,17 @@ def test_a_heartbeat_keeps_what_was_known_through_a_restart():
     assert (beat.step, beat.loss, beat.saved_step, beat.total_steps, beat.phase) == (8, 2.5, 8, 20, "init")
     standing.merge(report(step=5, loss=3.0, phase="data"))
     assert standing.beat(generation=2, nodes=["a"], state="running").step == 5
+
+
+def test_a_rank_sees_the_variables_of_a_task_of_its_own() -> None:
+    """Slurm's own describe the agent: one task per node."""
+    spec = RankSpec(
+        run_dir="/runs/a-1", attempt=1, generation=1, rank=5, local_rank=1, world_size=8, local_world_size=4, node=1,
+        node_name="n2", cell_fd=-1, control_fd=-1, host="n2",
+    )  # fmt: skip
+    found = launch_order.task_variables(spec, {"SLURM_PROCID": "1", "SLURM_NTASKS": "2"})
+    assert {name: found[name] for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS")} == {
+        "SLURM_PROCID": 5, "SLURM_LOCALID": 1, "SLURM_NODEID": 1, "SLURM_NTASKS": 8,
+    }  # fmt: skip
+    assert found["SLURM_TASKS_PER_NODE"] == "4(x2)"
+    assert launch_order.task_variables(spec, {}) == {}

@@ -24,6 +24,13 @@ def here(home: Path, tmp_path: Path, monkeypatch: Patch) -> Path:
     return tmp_path
 
 
+def test_a_script_given_as_configuration_gets_the_right_hint(orch: Type, here: Path) -> None:
+    said = orch("submit", "job.sh")
+    assert (said.code, "orch submit --from-sbatch job.sh" in said.err) == (2, True)
+    (here / "job.sh").write_text("#!/bin/bash\npython train.py\n")
+    assert "'command=[bash, job.sh]'" in orch("submit", "job.sh").err
+
+
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()} - {"home", "config", "runs"}
 

@@ -103,7 +103,7 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[
     return [] if own or collector.get_closest_marker("proof") else None
 
 
-OWN_LAB = ("test_outages.py", "test_slurm_versions.py")
+OWN_LAB = ("test_expedited_requeue.py", "test_outages.py", "test_slurm_versions.py")
 """Files of Slurm tests that do not use the lab of all others."""
 
 

@@ -29,7 +29,7 @@ from orchestrator.registry.records import (
 from orchestrator.run_dirs.bounded_files import RunDirHangs
 from orchestrator.run_dirs.controlled_run import ControlledRun, stored_config
 from orchestrator.run_dirs.job_spec import is_live
-from orchestrator.scheduler.interface import LEAVING_STATES, QUEUED_STATES
+from orchestrator.scheduler.interface import LEAVING_STATES, QUEUED_STATES, WAITING_STATES
 from orchestrator.states import LIVE_ATTEMPTS, LIVE_RUNS, AttemptState, RunState
 from trainer.protocol.failures.outcome import Failure, FailureKind
 from trainer.protocol.requests import RequestKind
@@ -245,7 +245,7 @@ def advance_cancel(actor: Actor, view: ControlledRun, snapshot: SchedulerSnapsho
     if job is None or not is_live(job) or job.state in LEAVING_STATES:
         return
     # A job that is not training has nothing to save.
-    if job.held or job.state in QUEUED_STATES:
+    if job.held or job.state in QUEUED_STATES | WAITING_STATES:
         actor.cancel(view.run, job.job_id, "cancelled before it started")
         return
     waited = actor.observed.age(f"cancel:{view.run.name}/{attempt.number}", view.cancel.id)

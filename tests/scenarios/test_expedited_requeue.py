@@ -101,6 +101,18 @@ def test_a_run_is_cancelled_at_every_point_of_a_requeue(tmp_path: Path, later: i
     assert not [job for job in world.slurm.jobs if job.live]
 
 
+def test_a_job_that_waits_for_replacements_is_cancelled_without_a_request_to_save(tmp_path: Path) -> None:
+    world = world_with_sluids(tmp_path)
+    training(world, 12)
+    world.slurm.expedite(world.slurm.running()[0])
+    world.slurm.down = set(world.slurm.nodes)
+    world.turns(30, 1.0, lambda: len(world.attempts) == 2)
+    world.turns(3, 1.0)
+    world.store.add_user_request(world.name, "cancel", {"limit": 1e9}, world.clock.now)
+    world.turns(10, 1.0, lambda: world.run.state is RunState.CANCELLED)
+    assert world.run.state is RunState.CANCELLED
+
+
 @pytest.mark.parametrize("point", ["before_next_intent", "after_next_intent", "before_go", "after_go"])
 def test_a_controller_that_dies_while_it_continues_a_job_is_followed_by_one_that_does(
     tmp_path: Path, point: str, monkeypatch: pytest.MonkeyPatch

@@ -10,7 +10,6 @@ from tests.end_to_end.user import User, assert_no_step_twice_at_once, compare
 from tests.slurm.lab import SlurmLab, temporary_lab
 from tests.slurm.small_runs import ONE_RANK_EACH, SHORT, training
 from tests.slurm.suites import NEWEST
-from tests.slurm.warm_fork_servers import warm_python
 
 pytestmark = [pytest.mark.slurm, pytest.mark.proof, pytest.mark.timeout(500)]
 
@@ -34,7 +33,7 @@ def state_of(lab: SlurmLab, job: str) -> str:
 def test_the_run_continues_in_its_job_before_others_get_its_nodes(
     lab: SlurmLab, user: User, calm: tuple[User, str]
 ) -> None:
-    submitted = user.submit("tiny-gpt", *ONE_RANK_EACH, *SHORT, *user.slowly(0.8), warm_python(user))
+    submitted = user.submit("tiny-gpt", *ONE_RANK_EACH, *SHORT, *user.slowly(0.8))
     run, job = submitted["run"], submitted["job_id"]
     training(user, run, 5)
     kept, dead = lab.nodes_of(job)

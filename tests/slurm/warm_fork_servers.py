@@ -44,8 +44,10 @@ def warm_python(user: User, orders: str = "") -> str:
     return f"cluster.python={place}"
 
 
-def _start(theirs: socket.socket, attempt: AttemptDir, environ: Mapping[str, str], output: int) -> WarmAgent:
-    """Replacement of ForkServerLink's method."""
+def _start(
+    python: str, theirs: socket.socket, attempt: AttemptDir, environ: Mapping[str, str], output: int
+) -> WarmAgent:
+    """Replacement of ForkServerLink's method, with this process's own Python."""
     words = ["PARENT", str(attempt.path)]
     with open(os.devnull) as nothing:
         streams = [nothing.fileno(), output, output]

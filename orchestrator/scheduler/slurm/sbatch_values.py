@@ -272,6 +272,7 @@ def faults(section: str, values: Mapping[str, Any]) -> Iterator[ConfigError]:
         if "nodelist" in options:
             _hosts(f"{section}.sbatch.nodelist", options["nodelist"])
         _check_gres(section, values, str(options.get("gres", "")))
+        _check_segments(section, values, str(options.get("segment", "")))
     except ConfigError as error:
         yield error
         return
@@ -280,6 +281,17 @@ def faults(section: str, values: Mapping[str, Any]) -> Iterator[ConfigError]:
         keys = [f"{section}.mem" if name == "mem" else f"{section}.sbatch.{name}" for name in asked]
         hint = " or ".join(f"~{key}" for key in keys)
         yield ConfigError(f"{' and '.join(keys)}: Slurm accepts only one of them", where=keys[0], hint=hint)
+
+
+def _check_segments(section: str, values: Mapping[str, Any], segment: str) -> None:
+    """Refuse a number of nodes that does not fill its segments, which Slurm would never start."""
+    size, spares = int(segment) if segment.isdecimal() else 0, int(values.get("spare_nodes") or 0)
+    asked = int(values.get("nodes") or 0) + spares
+    if size and asked > size and asked % size:
+        missing = size - asked % size
+        why = f"{asked} nodes ({section}.nodes + {section}.spare_nodes) do not fill segments of {size}"
+        hint = f"{section}.spare_nodes={spares + missing} fills them: each segment needs spares of its own"
+        raise _refusal(f"{section}.sbatch.segment", segment, why, hint)
 
 
 def _check_gres(section: str, values: Mapping[str, Any], gres: str) -> None:

@@ -92,6 +92,16 @@ def test_gpus_are_requested_by_one_option() -> None:
     compose("tiny-gpt", [*gpus, "+cluster.sbatch.gres=gpu-memory:4,nvme:1"], environ=ENVIRON)
 
 
+def test_spare_nodes_fill_segments() -> None:
+    asked = ["cluster.nodes=32", "cluster.ranks_per_node=1", "parallel.tp=1", "parallel.dp_replicate=16"]
+    batch = ["train.batch_size=32", "+cluster.sbatch.segment=18"]
+    with pytest.raises(ConfigError, match="34 nodes .* do not fill segments of 18") as caught:
+        compose("tiny-gpt", [*asked, *batch, "cluster.spare_nodes=2"], environ=ENVIRON)
+    assert caught.value.hint.startswith("cluster.spare_nodes=4 fills them")
+    compose("tiny-gpt", [*asked, *batch, "cluster.spare_nodes=4"], environ=ENVIRON)
+    compose("tiny-gpt", ["+cluster.sbatch.segment=18"], environ=ENVIRON)  # all nodes fit into one segment
+
+
 def test_every_form_is_of_an_option_that_is_known() -> None:
     assert {*FORMS, *FLAGS} <= KNOWN
     assert not {*FORMS} & FLAGS

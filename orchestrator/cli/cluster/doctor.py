@@ -302,17 +302,14 @@ def periodic_passes() -> Check:
 def doctor(screen: Screen, root: Path | None, source: str, nodes: int | None, step_seconds: float | None) -> int:
     """Check this machine and cluster, and list what to fix.
 
-    It checks Python and packages, the state folder, the registry's file system, the folder of runs (write, fsync,
-    rename, free space), Slurm's commands, whether its nodes have what the configuration requests, accounting, the
-    programs and images that container templates name, what starts a controller after a reboot, and what the site's
-    Slurm settings enable or prevent (KillWait, SlurmdTimeout, preemption, requeue, job_submit plugins, limits,
-    cgroups), with the key and the value to set. It changes nothing. The exit code is 4 if something must be fixed
-    before runs can continue.
+    It checks Python, packages, the registry's file system, the folder of runs, Slurm, what its nodes have and what
+    container templates name. It lists what the site's settings enable or prevent (KillWait, preemption, requeue,
+    job_submit plugins, limits, cgroups), with the key and value to set. It changes nothing. The exit code is 4 if
+    something must be fixed before runs can continue.
 
-    With --nodes it submits a run with the tag `probe` instead, which takes about a minute: all-reduce, all-gather,
-    reduce-scatter and point-to-point by message size, within and between nodes; the network in use; read, write and
-    metadata rates of `data.path`, the run root and every checkpoint tier, from one node and from all at once. Results
-    are stored beside the registry.
+    With --nodes it submits a run with the tag `probe` instead, which takes about a minute. It measures collectives
+    within and between nodes, and the rates of `data.path`, the run root and every checkpoint tier. Results are stored
+    beside the registry.
     """
     if nodes is not None:
         from orchestrator.cli.cluster.probe import probe_cluster  # imports the modules of `orch submit`

@@ -16,12 +16,15 @@ from trainer.protocol.run_dir import RunDir
 from trainer.protocol.secrets import run_secrets
 from trainer.protocol.secrets.run_secrets import SecretsRefused
 
-SHELL = ("bash", "--norc")
-"""The user's .bashrc might put another interpreter first."""
 _RUNNER = "env"
 """Program that takes the interpreter's place in the templates, and runs the words after it."""
 _CREATION = re.compile(r"(?<=^--container-name=)([^:]*):create$")
 _TERMINAL = ("TERM", "COLORTERM")
+
+
+def shell_command(label: str) -> tuple[str, ...]:
+    """Return the words of an interactive shell with this prompt. The user's .bashrc might select another Python."""
+    return rf"PS1=({label}) \h:\w\$ ", "bash", "--norc"  # for `env`; a script's shell drops an inherited PS1
 
 
 def run_environment(
@@ -33,7 +36,7 @@ def run_environment(
     except SecretsRefused as error:
         raise Precondition(error.what, hint=error.hint) from error
     more = {"ORCH_RUN": folder.name, "ORCH_RUN_DIR": str(folder.path), "ORCH_ATTEMPT": str(attempt)}
-    return environment(spec, config.env, secrets, own) | more | {"PS1": rf"({folder.name}) \h:\w\$ "}
+    return environment(spec, config.env, secrets, own) | more
 
 
 def environment(

@@ -60,6 +60,7 @@ def test_a_shell_on_a_node_of_a_live_job(lab: SlurmLab, user: User, tmp_path: Pa
     done = user.run("shell", run, "--rank", "1", "--", "sh", "-c", "echo $SLURMD_NODENAME/$COLOUR/$HUSH; exit 3")
     assert (done.returncode, done.stdout.strip()) == (3, f"{nodes[1]}/blue sky/s3cret-value"), done.stderr
     shell = Terminal(user, "shell", run, "--node", "0")
+    shell.until(f"({run})")
     shell.type("echo node=$SLURMD_NODENAME run=$ORCH_RUN job=$SLURM_JOB_ID python=$(command -v python); tty")
     shell.until(f"node={nodes[0]} run={run} job={job} python={Path(sys.executable).parent}")
     shell.until("/dev/pts/")
@@ -96,7 +97,7 @@ def _epoch(text: str) -> float:
 def test_debug_allocates_like_the_run_and_starts_its_ranks(lab: SlurmLab, user: User, tmp_path: Path) -> None:
     script = tmp_path / "ranks.py"
     script.write_text(
-        "import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], os.environ['COLOUR'])\n"
+        "import os\nprint('rank {RANK} of {WORLD_SIZE} {COLOUR} {OMP_NUM_THREADS}\\n'.format(**os.environ), end='')\n"
     )
     config = tmp_path / "job.yaml"
     config.write_text(
@@ -106,12 +107,13 @@ def test_debug_allocates_like_the_run_and_starts_its_ranks(lab: SlurmLab, user: 
     shell = Terminal(user, "debug", str(config), "--nodes", "2", "--time", "5")
     shell.until("all ranks:")
     told = next(line for line in shell.text.splitlines() if line.startswith("all ranks:")).partition(":")[2].strip()
+    shell.until("(debug job)")
     shell.type("squeue -h -j $SLURM_JOB_ID -o 'nodes=%D limit=%l partition=%P name=%j'")
     shell.until("nodes=2 limit=5:00 partition=low name=debug-job")
     shell.type(f"{told}; echo torchrun=$?")
     shell.until("torchrun=0", 120)  # until then, srun passes what is typed to the ranks
     for rank in range(4):
-        shell.until(f"rank {rank} of 4 green")
+        shell.until(f"rank {rank} of 4 green 1\r\n")
     shell.type("exit 5")
     assert shell.end() == 5
     user.until(lambda: not lab.ask("squeue", "-h", "--me").stdout.strip(), 60, "the nodes to be free")

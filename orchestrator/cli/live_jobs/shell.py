@@ -64,7 +64,7 @@ def _enter(view: RunView, command: tuple[str, ...], node: int | None, rank: int 
         raise Precondition(what, where=view.reason, hint=f"wait until it runs:  orch status {run.name} -w")
     require_rank_and_node(config.cluster, rank, node)
     folder = existing_folder(run.name, run.run_dir)
-    spec, chosen = job_spec(run, attempt, config), command or interactive.SHELL
+    spec, chosen = job_spec(run, attempt, config), command or interactive.shell_command(run.name)
     environ = interactive.run_environment(spec, config, folder, attempt.number, os.environ)
     place = interactive.working_folder(run.identity, folder, config)
     if traits(run.cluster).simulated_nodes:

@@ -52,17 +52,16 @@ def debug(screen: Screen, source: str, overrides: tuple[str, ...], nodes: int, l
         resources=replace(job.resources, nodes=min(nodes, config.cluster.nodes), spares=0, time=limit),
     )  # fmt: skip
     environ = interactive.environment(spec, config.env, secrets, os.environ)
-    environ["PS1"] = rf"(debug {config.name}) \h:\w\$ "
+    environ.setdefault("OMP_NUM_THREADS", str(max(1, config.cluster.cpus_per_task // config.cluster.ranks_per_node)))
+    shell = interactive.shell_command(f"debug {config.name}")
     simulated = traits(kind).simulated_nodes
     for line in _instructions(config, spec.resources.nodes, source, overrides, simulated=simulated):
         (screen.raw if is_interactive() else screen.note)(line)  # raw: not wrapped, so that it can be copied
     if simulated:
-        replace_process(interactive.local_words(spec, interactive.SHELL), environ, folder)
+        replace_process(interactive.local_words(spec, shell), environ, folder)
     from orchestrator.scheduler.slurm import sbatch  # submitit: only for Slurm
 
-    step = interactive.step_words(
-        spec, interactive.SHELL, place=["--relative=0"], folder=folder, terminal=is_interactive()
-    )
+    step = interactive.step_words(spec, shell, place=["--relative=0"], folder=folder, terminal=is_interactive())
     replace_process((*sbatch.allocation_words(spec), *step), environ, folder)
 
 

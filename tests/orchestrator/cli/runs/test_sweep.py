@@ -9,7 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from orchestrator.errors import Precondition
 from orchestrator.home import registry_path
+from orchestrator.registry.records import NewRun
 from orchestrator.registry.store import Store
 from orchestrator.states import RunState
 from tests.orchestrator.cli.conftest import Patch, Type, Typed
@@ -34,7 +36,7 @@ def sweep(orch: Type, tmp_path: Path, monkeypatch: Patch) -> Sweep:
 AXES = ("-p", "optimizer.lr=1e-4,3e-4", "-p", "train.seed=1:2")
 
 
-def test_every_point_becomes_a_run_once(sweep: Sweep, orch: Type) -> None:
+def test_every_point_becomes_a_run_once(sweep: Sweep, orch: Type, tmp_path: Path) -> None:
     first = sweep(*AXES, "--max", 2, "-n", "scan", "-t", "night", "--json").data
     assert (first["sweep"], first["limit"]) == ("scan", 2)
     assert [row["run"] for row in first["runs"]] == [f"scan-{number}" for number in (1, 2, 3, 4)]
@@ -50,7 +52,13 @@ def test_every_point_becomes_a_run_once(sweep: Sweep, orch: Type) -> None:
     assert rows[0]["tags"] == ["night"]
     with Store.open(registry_path(), readonly=True) as store:
         config = store.config(store.run("scan-4").config_digest)
+        member = store.run("scan-4").sweep
     assert (config["optimizer"]["lr"], config["train"]["seed"]) == (3e-4, 2)
+    new = NewRun(
+        slug="scan", cluster="local", root=tmp_path, config_digest="", total_steps=1, identity={}, sweep=member
+    )
+    with Store.open(registry_path()) as store, pytest.raises(Precondition, match="scan-4 already has these values"):
+        store.create_run(new, now=1.0, nonce="0" * 8)
     record = json.loads((RunDir(Path(orch("show", "scan-4", "--json").data["run_dir"])).record).read_text())
     assert record["run"]["sweep"]["point"] == {"optimizer.lr": "3e-4", "train.seed": "2"}
 

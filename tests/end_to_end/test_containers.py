@@ -13,6 +13,7 @@ from tests.end_to_end.user import User, assert_gone
 pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.multi,
+    pytest.mark.proof,  # `tests/slurm/test_containers.py` runs every time
     pytest.mark.skipif(not image.is_possible(), reason="mount namespaces need root"),
 ]
 SHAPE = ["cluster.nodes=1", "cluster.ranks_per_node=2", "recovery.backoff=0.2"]

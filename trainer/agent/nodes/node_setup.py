@@ -15,6 +15,8 @@ from trainer.protocol.config import JobConfig
 from trainer.protocol.messages.agents import PreflightFault
 
 _KEEP_DAYS = 7.0
+_SLURMS_TMPDIR = ("TMPDIR", "/tmp")
+"""Slurm sets this for tasks without TMPDIR, so it is not the user's choice."""
 _FORK_SERVER = "import trainer.agent.fork_server.server"
 _IMPORT_SECONDS = 300.0
 
@@ -54,7 +56,8 @@ def prepare_node(
                 variables[PYTHON_VARIABLE] = staged.python
                 _require_own_packages(config, staged.python, {**environ, **config.env})
         if cluster.caches:
-            variables |= _make_caches(cluster.caches, run, {**environ, **config.env})
+            chosen = {name: value for name, value in environ.items() if (name, value) != _SLURMS_TMPDIR}
+            variables |= _make_caches(cluster.caches, run, {**chosen, **config.env})
     except StageFailed as error:
         return PreparedNode(topology=topology), [_fault(str(error), full=error.full)]
     return PreparedNode(variables=variables, topology=topology, staged=staged), []

@@ -76,7 +76,7 @@ def test_a_damaged_archive_ends_the_run_with_the_reason(job, folder, stage):
 
 def test_caches_are_on_the_nodes_disk_and_compilers_have_their_own_for_each_rank(job, folder):
     work = job(nodes=2, ranks=2, **script(folder, caches=str(folder / "disk")))
-    work.start(environ={"HF_HOME": "/mine"})
+    work.start(environ={"HF_HOME": "/mine", "TMPDIR": "/tmp"})
     work.ends(0, 0)
     seen = notes(folder)
     assert {note["HF_HOME"] for note in seen} == {"/mine"}

@@ -15,6 +15,7 @@ import click
 
 from checkpointing.storage.trusted_path import weakness
 from orchestrator.cli.cluster import crontab
+from orchestrator.cli.cluster.account_use import account_use, budget_use
 from orchestrator.cli.cluster.check import FAIL, INFO, OK, WARN, Check, CommandRunner
 from orchestrator.cli.cluster.site_settings import (
     association_limits,
@@ -26,6 +27,7 @@ from orchestrator.cli.cluster.site_settings import (
 from orchestrator.cli.terminal.argument_types import NonEmptyPath, Seconds
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, size
+from orchestrator.config.budgets_config import BudgetConfig
 from orchestrator.config.compose import compose
 from orchestrator.errors import OrchError, Precondition, RegistryError
 from orchestrator.home import registry_path, state_home
@@ -226,6 +228,8 @@ def slurm(
     yield accounting(settings, ask)
     yield from site_settings(settings, read_version(version))
     yield from association_limits(settings, ask)
+    if settings.get("PriorityType", "").endswith("multifactor"):
+        yield from account_use(ask)
     for source, asked in jobs.items():
         yield demand(source, asked, ask, wanted=wanted)
         yield from partition_limits(source, asked, ask)
@@ -302,14 +306,13 @@ def periodic_passes() -> Check:
 def doctor(screen: Screen, root: Path | None, source: str, nodes: int | None, step_seconds: float | None) -> int:
     """Check this machine and cluster, and list what to fix.
 
-    It checks Python, packages, the registry's file system, the folder of runs, Slurm, what its nodes have and what
-    container templates name. It lists what the site's settings enable or prevent (KillWait, preemption, requeue,
-    job_submit plugins, limits, cgroups), with the key and value to set. It changes nothing. The exit code is 4 if
-    something must be fixed before runs can continue.
+    It checks packages, folders, the registry, Slurm's commands and nodes, container images, what restarts a
+    controller, your fair share, limits and budgets with their use, and what the site's Slurm settings enable or
+    prevent, with the key and the value to set. It changes nothing. The exit code is 4 if something must be fixed
+    before runs can continue.
 
-    With --nodes it submits a run with the tag `probe` instead, which takes about a minute. It measures collectives
-    within and between nodes, and the rates of `data.path`, the run root and every checkpoint tier. Results are stored
-    beside the registry.
+    With --nodes it submits a short run with the tag `probe` instead. It measures collectives by message size, within
+    and between nodes, and the rates of `data.path`, the run root and the checkpoint tiers (docs/waiting.md).
     """
     if nodes is not None:
         from orchestrator.cli.cluster.probe import probe_cluster  # imports the modules of `orch submit`
@@ -325,6 +328,7 @@ def doctor(screen: Screen, root: Path | None, source: str, nodes: int | None, st
     home = state_folder()
     found += [python(), *packages(), compiler(), home]
     found += registry(registry_path()) if home.level != FAIL else ()
+    found += budget_use(registry_path(), _budgets(source)) if home.level != FAIL else ()
     found += run_folder(place)
     wanted = cluster.get("kind") == SLURM
     found += slurm(place, wanted=wanted, jobs=_jobs(source if wanted else FIRST_RUN))
@@ -358,6 +362,13 @@ def _cluster(source: str, found: list[Check]) -> dict[str, Any]:
         found.append(Check("config", FAIL, error.what, error.hint or error.where))
         return {}
     return cluster
+
+
+def _budgets(source: str) -> tuple[BudgetConfig, ...]:
+    try:
+        return compose(source, (), environ=os.environ).config.budgets
+    except OrchError:  # reported by `_cluster`
+        return ()
 
 
 def _jobs(source: str) -> dict[str, Resources]:

@@ -62,8 +62,8 @@ def test_results_are_kept_beside_the_registry(tmp_path: Path) -> None:
 
 def test_the_probes_run_has_the_users_cluster_and_only_its_program(tmp_path: Path) -> None:
     overrides = (
-        "cluster.partition=low", "cluster.spare_nodes=1", "+env.NCCL_DEBUG=WARN", "data.text=[]", f"data.path={tmp_path}",
-        "checkpoint.tiers=[{path: /scratch/ckpt}, {path: run}, {path: 's3://bucket/x'}]",
+        "cluster.partition=low", "cluster.spare_nodes=1", "+env.NCCL_DEBUG=WARN", "data.text=[]",
+        f"data.path={tmp_path}", "checkpoint.tiers=[{path: /scratch/ckpt}, {path: run}, {path: 's3://bucket/x'}]",
     )  # fmt: skip
     config = probe_config("tiny-gpt", overrides, 3, tmp_path).config
     assert (config.cluster.nodes, config.cluster.spare_nodes, config.cluster.partition) == (3, 0, "low")

@@ -15,7 +15,7 @@ LONGEST_TROUBLE = 500
 
 
 class AttemptStage(StrEnum):
-    """What the coordinator is doing."""
+    """The coordinator's current activity."""
 
     JOINING = "joining"  # waiting for agents and their preflight
     WARMING = "warming"  # waiting for fork servers

@@ -239,7 +239,7 @@ def _check_request(verb: str, name: str, run: Run) -> None:
 
 
 def _require_cluster(verb: str, run: Run, key: str, attempts: list[Attempt]) -> None:
-    """For a stopped run whose cluster is unknown, check that this host's cluster may be used.
+    """Check that this host's cluster may be used for a stopped run whose cluster is unknown.
 
     Raises SlurmUnreachable if Slurm does not answer here, and Precondition if a cancel might miss a live job.
     """

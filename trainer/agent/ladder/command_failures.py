@@ -122,7 +122,7 @@ class NewestCheckpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class CommandPast:
-    """What is known about the program, apart from its ranks' exits."""
+    """Known facts about the program, apart from its ranks' exits."""
 
     failures: tuple[CommandFailure, ...] = ()  # consecutive failures of earlier generations, oldest first
     newest: NewestCheckpoint | None = None

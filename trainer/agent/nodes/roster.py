@@ -324,7 +324,7 @@ class Roster:
             member.peer.send(message)
 
     def start_generation(self, start: StartGeneration) -> None:
-        """Order every training node to start its ranks, and tell it its node rank."""
+        """Order every training node to start its ranks, and send its node rank."""
         self._moved = time.monotonic()
         for node_rank, node in self.node_ranks.items():
             if not self.members[node].lost:

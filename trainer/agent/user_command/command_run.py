@@ -213,7 +213,7 @@ class CommandRun:
                 await self._retarget(one)
 
     async def _note_earlier(self, recalled: Stamps | None) -> None:
-        """Tell the run's own checkpoints from those that existed before its first start."""
+        """Distinguish the run's own checkpoints from those that existed before its first start."""
         if not self._config.checkpoints.path:
             return
         if recalled is None:  # this is the first start

@@ -281,7 +281,7 @@ class StepWatch:
         self._reads = RepeatedRead(self._read, log, clock)
 
     def start_generation(self, generation: int) -> None:
-        """From now on, ignore the output of earlier generations."""
+        """Ignore the output of earlier generations from now on."""
         self._generation = generation
         self._reads.discard()
 

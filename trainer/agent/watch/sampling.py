@@ -125,7 +125,7 @@ def no_writer(rank: int) -> int | None:
 
 @dataclass(kw_only=True)
 class _RankHistory:
-    """What is kept about one rank between two checks."""
+    """Facts kept about one rank between two checks."""
 
     started: float
     reported: tuple[int, str, bool] = (-1, "", False)  # newest write, state and exit reported

@@ -9,7 +9,7 @@ from trainer.protocol.skipped_batches import Skip
 
 
 class Action(StrEnum):
-    """What the coordinator does next within an attempt (WAIT to END), or the controller after an attempt."""
+    """Next action of the coordinator within an attempt (WAIT to END), or of the controller after an attempt."""
 
     WAIT = "WAIT"
     FINISH = "FINISH"

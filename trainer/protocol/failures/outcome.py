@@ -284,7 +284,7 @@ class Budget(StrEnum):
 
 
 class NodeBlame(StrEnum):
-    """How strong the evidence is against the node that a failure names."""
+    """Strength of the evidence against the node that a failure names."""
 
     NOTHING = "nothing"
     WEAK = "weak"  # it happened on the node: evidence only if more frequent than on other nodes

@@ -1,4 +1,4 @@
-"""How a rank ended, as one type for all processes, and the files that store it."""
+"""The end of a rank as one type for all processes, and the files that store it."""
 
 import json
 import signal
@@ -24,7 +24,7 @@ _STORED = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankEnd:
-    """How a rank ended. The exception and its details come from the rank's own report, if it could write one."""
+    """The end of a rank. The exception and its details come from the rank's own report, if it could write one."""
 
     rank: int
     generation: int = 0

@@ -83,7 +83,7 @@ OF_ACTIVATIONS = (Activity.WAIT_FOR_ACTIVATION, Activity.SEND_ACTIVATION, Activi
 
 
 class StageActivity(NamedTuple):
-    """What a stage is doing with a micro-batch; -1 stands for the reduction, which covers all micro-batches.
+    """Activity of a stage with a micro-batch; -1 stands for the reduction, which covers all micro-batches.
 
     While it waits in a ring, `stage` is the global rank that this rank is waiting for.
     """
@@ -111,7 +111,7 @@ class StageActivity(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SentMessages:
-    """What a pipeline rank has sent, as micro-batch counts for each of its stages."""
+    """Counts of the micro-batches that a pipeline rank has sent, for each of its stages."""
 
     after_step: int  # last step finished before these passes
     activations: tuple[int, ...]

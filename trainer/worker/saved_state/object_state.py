@@ -280,7 +280,7 @@ class ObjectState:
             self._answer = None
 
     def separate_ranks(self, rank: int) -> None:
-        """From now on, save tensors that differ between ranks once per rank, under separate names. Collective."""
+        """Save tensors that differ between ranks once per rank from now on, under separate names. Collective."""
         if callable(getattr(self._owner, "state_dict", None)):
             shared = {key: one for key, one in self.tensors().items() if key not in self._own_names.values()}
             for key in differing_tensors(shared):

@@ -59,7 +59,7 @@ PROGRESS_SECONDS = 1800.0
 
 @dataclass(frozen=True, kw_only=True)
 class CommandProgressConfig:
-    """Place from which orch reads the current step of a `command:`, for display. Without this section, it shows a dash."""
+    """Place from which orch reads the current step of a `command:`, for display. Without it, orch shows a dash."""
 
     path: str = ""
     """File with the program's progress, absolute or relative to its working folder. Empty: rank 0's log."""

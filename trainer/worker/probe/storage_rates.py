@@ -69,12 +69,16 @@ def metadata_rate(folder: Path, count: int) -> float:
 
     def work() -> None:
         for index in range(count):
-            first, second = folder / f"a{index}", folder / f"b{index}"
-            first.write_bytes(b"probe")
-            first.rename(second)
-            second.read_bytes()
+            first, second = f"{folder}/a{index}", f"{folder}/b{index}"
+            descriptor = os.open(first, os.O_CREAT | os.O_WRONLY, 0o600)
+            os.write(descriptor, b"probe")
+            os.close(descriptor)
+            os.rename(first, second)
+            descriptor = os.open(second, os.O_RDONLY)
+            os.read(descriptor, 16)
+            os.close(descriptor)
         for index in range(count):
-            (folder / f"b{index}").unlink()
+            os.unlink(f"{folder}/b{index}")
 
     return count / _middle(work)
 

@@ -111,7 +111,7 @@ def submit_sleep(user: User, *words: str, **cluster: object) -> str:
 
 def test_orch_orders_its_own_waiting_runs(lab: SlurmLab, user: User) -> None:
     blocker = lab.ask(
-        "sbatch", "--parsable", "-A", "poor", "-N", "4", "--exclusive", "--wrap", "sleep 600"
+        "sbatch", "--parsable", "-A", "poor", "-N", "4", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 600"
     ).stdout.strip()
     runs = [
         submit_sleep(user, "--priority", word, nodes=4, ranks_per_node=1, cpus_per_task=8, account="poor")

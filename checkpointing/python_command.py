@@ -11,11 +11,12 @@ def is_mounted() -> bool:
     return (_FOLDER / "__main__.py").is_file()
 
 
-def module_command(module: str, python: str = sys.executable) -> list[str]:
-    """Return the command that runs this module with `python`.
+def module_command(module: str, python: str = "") -> list[str]:
+    """Return the command that runs this module with `python`, or with this process's Python.
 
     In a mounted copy of orch's packages it names the folder, because only its `__main__.py` finds them.
     """
+    python = python or sys.executable
     if is_mounted():
         return [python, str(_FOLDER), "-m", module]
     return [python, "-P", "-m", module]

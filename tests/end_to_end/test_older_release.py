@@ -55,6 +55,9 @@ def older(user: User) -> User:
 
 
 def test_its_registry_run_and_checkpoints_are_read(older: User) -> None:
+    refused = older.run("status", RUN)
+    assert (refused.returncode, "`orch controller tick` upgrades it" in refused.stderr) == (6, True), refused.stderr
+    assert older.run("controller", "tick").returncode == 0
     row = older.status(RUN)
     assert (row["state"], row["step"], row["last_checkpoint"]["step"]) == ("CANCELLED", STOPPED, STOPPED)
     assert older.run("ckpt", "verify", RUN, "--level", "4").returncode == 0

@@ -102,11 +102,11 @@ def test_a_reason_does_not_change_while_the_run_waits(root: Path) -> None:
     assert len(said) == 1
     assert said.pop().startswith("submit deferred 4 times in 5")
     world.slurm.reachable = False
-    world.turns(1, 0.5)
+    world.turns(180, 0.5, until=lambda: "does not answer" in world.run.reason)  # Slurm is asked rarely
     assert "does not answer" in world.run.reason
     world.slurm.reachable = True
-    world.turns(1, 0.5)
-    assert "submit deferred 4 times" in world.run.reason
+    world.turns(180, 0.5, until=lambda: "submit deferred" in world.run.reason)
+    assert "submit deferred" in world.run.reason
 
 
 def test_a_node_that_is_gone_is_no_longer_excluded(root: Path) -> None:

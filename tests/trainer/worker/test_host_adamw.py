@@ -47,7 +47,7 @@ def test_an_optimizer_of_ones_own_is_refused() -> None:
             return torch.optim.SGD(model.parameters(), lr=0.1)
 
     config = JobConfig(parallel=ParallelConfig(fsdp=FsdpConfig(offload="optimizer")))
-    with pytest.raises(WorkloadError, match="Own builds a SGD of its own.*set parallel.fsdp.offload=all"):
+    with pytest.raises(WorkloadError, match="Own builds a SGD of its own.*type parallel.fsdp.offload=all"):
         build_optimizer(Own(config), nn.Linear(2, 2))
 
 

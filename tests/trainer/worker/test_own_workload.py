@@ -143,7 +143,7 @@ def test_replicas_of_a_users_own_train_as_ddp_does(make_run):
 def test_batch_norm_in_half_precision_is_refused_on_cpus(make_run):
     run = make_run(1, workload=UNEVEN, train={**TRAIN, "dtype": "bfloat16"})
     assert run.train()["codes"] == [ExitCode.NEVER_RETRY]
-    assert "set train.dtype=float32" in (run.outcome(0, 1).message or "")
+    assert "type train.dtype=float32" in (run.outcome(0, 1).message or "")
 
 
 def test_figures_that_are_no_numbers_are_named_at_the_start(make_run):

@@ -74,7 +74,8 @@ def test_a_damaged_archive_ends_the_run_with_the_reason(job, folder, stage):
     assert "env.tar is damaged or has changed" in failure.reason
 
 
-def test_caches_are_on_the_nodes_disk_and_compilers_have_their_own_for_each_rank(job, folder):
+def test_caches_are_on_the_nodes_disk_and_compilers_have_their_own_for_each_rank(job, folder, monkeypatch):
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # set by torch in a process that has compiled
     work = job(nodes=2, ranks=2, **script(folder, caches=str(folder / "disk")))
     work.start(environ={"HF_HOME": "/mine", "TMPDIR": "/tmp"})
     work.ends(0, 0)

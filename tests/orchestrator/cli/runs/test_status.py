@@ -25,8 +25,8 @@ STATUS_KEYS = [
     "tags", "eta_s", "expected_start", "after", "sweep",
 ]  # fmt: skip
 ATTEMPT_KEYS = [
-    "attempt", "state", "job_id", "sluid", "restarts", "nodes", "excluded", "started_at", "ended_at", "resumed_from", "last_step",
-    "generations", "failure", "decision",
+    "attempt", "state", "job_id", "sluid", "restarts", "nodes", "excluded", "started_at", "ended_at", "resumed_from",
+    "last_step", "generations", "failure", "decision",
 ]  # fmt: skip
 
 

@@ -19,7 +19,7 @@ ENDED_BADLY = frozenset({RunState.FAILED, RunState.CANCELLED})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wait:
+class RunWait:
     """Reason why a run may not start now. `hold`: only a person can change that."""
 
     reason: str
@@ -31,7 +31,7 @@ def waiting_runs(
     attempts: Mapping[str, Sequence[Attempt]],
     predecessors: Mapping[str, Run],
     cancelled: Collection[str] = (),
-) -> dict[str, Wait]:
+) -> dict[str, RunWait]:
     """Return the live runs that may not start now, with the reason.
 
     `live` has all live runs, newest first. `attempts` may lack those of runs that this controller does not serve, which
@@ -52,26 +52,26 @@ def waiting_runs(
         started = unfinished[member.name]
         if len(started) >= member.limit:
             reason = f"waits for its turn in the sweep {member.name}: {len(started)} of its runs are unfinished"
-            waits[run.name] = Wait(reason=f"{reason}, at most {member.limit} at once")
+            waits[run.name] = RunWait(reason=f"{reason}, at most {member.limit} at once")
         else:
             started.append(run.name)
     return waits
 
 
-def after_predecessor(run: Run, predecessors: Mapping[str, Run]) -> Wait | None:
+def after_predecessor(run: Run, predecessors: Mapping[str, Run]) -> RunWait | None:
     """Return why a run may not start because of its predecessor, or None if it may."""
     if not run.predecessor:
         return None
     before = predecessors.get(run.predecessor)
     anyway = "resuming this run starts it without waiting"
     if before is None:
-        return Wait(reason=f"was to start after {run.predecessor}, which has been removed; {anyway}", hold=True)
+        return RunWait(reason=f"was to start after {run.predecessor}, which has been removed; {anyway}", hold=True)
     if before.state in ENDED_BADLY:
         reason = f"was to start after {before.name}, which is {before.state}"
         again = f"`orch resume {before.name}` first lets this run wait for it again"
-        return Wait(reason=f"{reason}; {anyway}, and {again}", hold=True)
+        return RunWait(reason=f"{reason}; {anyway}, and {again}", hold=True)
     if before.state is not RunState.SUCCEEDED:
-        return Wait(reason=f"waits until {before.name} has succeeded, which is {before.state}")
+        return RunWait(reason=f"waits until {before.name} has succeeded, which is {before.state}")
     return None
 
 
@@ -84,7 +84,7 @@ def find_predecessors(store: Reads, runs: Sequence[Run]) -> dict[str, Run]:
     return found
 
 
-def record_wait(actor: Actor, run: Run, wait: Wait) -> bool:
+def record_wait(actor: Actor, run: Run, wait: RunWait) -> bool:
     """Record why a run does not start; return whether it is now held."""
     if not wait.hold:
         actor.note(run, wait.reason)

@@ -16,7 +16,7 @@ from orchestrator.controller.actor import SUBMIT_WITHIN, Actor, PoolSize, Usable
 from orchestrator.controller.collect_evidence import collect_evidence
 from orchestrator.controller.conclude import conclude
 from orchestrator.controller.expected_start import changed_fields
-from orchestrator.controller.may_start import Wait, find_predecessors, record_wait, waiting_runs
+from orchestrator.controller.may_start import RunWait, find_predecessors, record_wait, waiting_runs
 from orchestrator.controller.nodes_to_avoid import to_avoid
 from orchestrator.controller.own_queue import OrderJobs, by_priority, order_pending
 from orchestrator.controller.ownership import Domain, never_submitted, sweep_orphans
@@ -116,7 +116,7 @@ class Controller:
         self._errors: list[str] = []
         self._silent: dict[str, str] = {}
         self._cancels: dict[str, UserRequest] = {}
-        self._waits: dict[str, Wait] = {}
+        self._waits: dict[str, RunWait] = {}
         self.queries = SchedulerQueries(self.actor, self.domain)
 
     def tick(self, lease: Lease) -> TickReport:

@@ -10,7 +10,7 @@ from typing import Any
 
 from checkpointing.config import RUN
 from checkpointing.storage.durable import dump_line
-from orchestrator.cli.cluster.probe_needs import Comparison, compare_needs, find_needs
+from orchestrator.cli.cluster.probe_needs import MeasuredNeed, compare_needs, find_needs
 from orchestrator.cli.runs.events import wait_until_end
 from orchestrator.cli.runs.submit import launch
 from orchestrator.cli.terminal.render import Column, Screen, size
@@ -135,7 +135,7 @@ STORAGE = [
 ]
 
 
-def _show(screen: Screen, result: ProbeResult, compared: list[Comparison]) -> None:
+def _show(screen: Screen, result: ProbeResult, compared: list[MeasuredNeed]) -> None:
     screen.say(f"transport  {result.transport}; {result.ranks} ranks on {result.nodes} nodes", hang=11)
     screen.table(COLLECTIVES, [asdict(one) for one in result.collectives], aligned=True)
     screen.say("")

@@ -36,7 +36,7 @@ def find_needs(config: RunConfig) -> Needs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class MeasuredNeed:
     """One need with the measured rate: the time that it takes, and its share of the time available."""
 
     what: str
@@ -49,33 +49,33 @@ class Comparison:
         return None if self.available is None else self.seconds <= self.available
 
 
-def compare_needs(needs: Needs, result: ProbeResult, step_seconds: float | None) -> list[Comparison]:
+def compare_needs(needs: Needs, result: ProbeResult, step_seconds: float | None) -> list[MeasuredNeed]:
     """Compare a configuration's needs with a result; needs of unknown size are left out."""
     return [*_network(needs, result.collectives, step_seconds), *_storage(needs, result.storage, step_seconds)]
 
 
 def _network(
     needs: Needs, collectives: Sequence[CollectiveRate], step_seconds: float | None
-) -> Iterator[Comparison]:  # fmt: skip
+) -> Iterator[MeasuredNeed]:  # fmt: skip
     rates = [one for one in collectives if one.scope == "world" and one.operation == "all-reduce"]
     if rates and needs.gradient_bytes:
         largest = max(rates, key=lambda one: one.bytes)
         seconds = needs.gradient_bytes * 2 * (largest.ranks - 1) / largest.ranks / largest.bus_bytes_per_s
         what = f"all-reduce of all gradients, once per step, on {largest.ranks} ranks"
-        yield Comparison(what=what, bytes=needs.gradient_bytes, seconds=seconds, available=step_seconds)
+        yield MeasuredNeed(what=what, bytes=needs.gradient_bytes, seconds=seconds, available=step_seconds)
 
 
-def _storage(needs: Needs, rates: Sequence[StorageRate], step_seconds: float | None) -> Iterator[Comparison]:
+def _storage(needs: Needs, rates: Sequence[StorageRate], step_seconds: float | None) -> Iterator[MeasuredNeed]:
     most = max((rate.nodes for rate in rates), default=0)
     interval = step_seconds * needs.save_every if step_seconds and needs.save_every else None
     for rate in (rate for rate in rates if rate.nodes == most):
         if rate.write_bytes_per_s and needs.checkpoint_bytes:
-            yield Comparison(
+            yield MeasuredNeed(
                 what=f"checkpoint to {rate.place}, every {needs.save_every or '?'} steps", available=interval,
                 bytes=needs.checkpoint_bytes, seconds=needs.checkpoint_bytes / rate.write_bytes_per_s,
             )  # fmt: skip
         elif rate.read_bytes_per_s and needs.data_bytes and rate.place == "data.path":
-            yield Comparison(
+            yield MeasuredNeed(
                 what="tokens of one step from data.path", available=step_seconds,
                 bytes=needs.data_bytes, seconds=needs.data_bytes / rate.read_bytes_per_s,
             )  # fmt: skip

@@ -89,7 +89,7 @@ _DIAGNOSTICS = frozenset(
 _FILTERS = frozenset({"tee", "cat", "grep", "sed", "awk", "ts", "tail", "head"})
 
 
-class Candidate(NamedTuple):
+class LaunchLine(NamedTuple):
     """Simple command that may start the training. Those with the highest rank do."""
 
     rank: int
@@ -99,7 +99,7 @@ class Candidate(NamedTuple):
     after: list[Token]
 
 
-def find_launch_line(lines: Sequence[ShellLine], values: Mapping[str, str], where: str) -> Candidate:
+def find_launch_line(lines: Sequence[ShellLine], values: Mapping[str, str], where: str) -> LaunchLine:
     """Return the command that starts the training. Raises ConfigError if there is none, or more than one."""
     found = [item for line in lines for item in _candidates(line, values)]
     best = [item for item in found if item.rank == max(one.rank for one in found)]
@@ -118,7 +118,7 @@ def find_launch_line(lines: Sequence[ShellLine], values: Mapping[str, str], wher
     return best[0]
 
 
-def _candidates(line: ShellLine, values: Mapping[str, str]) -> Iterator[Candidate]:
+def _candidates(line: ShellLine, values: Mapping[str, str]) -> Iterator[LaunchLine]:
     before: list[list[Token]] = []
     commands = list(simple_commands(line.tokens))
     for at, (_, tokens) in enumerate(commands):
@@ -127,7 +127,7 @@ def _candidates(line: ShellLine, values: Mapping[str, str]) -> Iterator[Candidat
             rest = [Token(operator, is_operator=True) if operator else None for operator, _ in commands[at + 1 :]]
             after = [item for pair in zip(rest, (more for _, more in commands[at + 1 :]), strict=True) for item in pair]
             flat = [one for item in after for one in (item if isinstance(item, list) else [item]) if one]
-            yield Candidate(rank, line, before, words, [*_redirections(tokens), *flat])
+            yield LaunchLine(rank, line, before, words, [*_redirections(tokens), *flat])
         before = [*before, tokens]
 
 
@@ -181,7 +181,7 @@ def _mentions_launcher(word: str) -> bool:
     return " " in word and re.search(r"\b(torchrun|accelerate launch|deepspeed|python[\d.]*)\b", word) is not None
 
 
-def take_apart(candidate: Candidate, values: Mapping[str, str]) -> Launch:
+def take_apart(candidate: LaunchLine, values: Mapping[str, str]) -> Launch:
     """Return the launch line without its launchers."""
     launch = Launch(line=candidate.line.number)
     _peel(launch, candidate.command, values)

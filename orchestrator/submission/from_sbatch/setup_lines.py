@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from orchestrator.scheduler.job_environment import SECRET
 from orchestrator.submission.command_script import find_launcher
-from orchestrator.submission.from_sbatch.launch import RANK_VARIABLES, Candidate, Remark, plain_words
+from orchestrator.submission.from_sbatch.launch import RANK_VARIABLES, LaunchLine, Remark, plain_words
 from orchestrator.submission.from_sbatch.shell_text import (
     Incomplete,
     ShellLine,
@@ -101,7 +101,7 @@ def _inner_pieces(text: str) -> Iterator[str]:
 
 
 def read_setup(
-    lines: Sequence[ShellLine], launch: Candidate, command: str, values: Mapping[str, str], numbers: Mapping[str, str],
+    lines: Sequence[ShellLine], launch: LaunchLine, command: str, values: Mapping[str, str], numbers: Mapping[str, str],
     *, login_shell: bool,
 ) -> Setup:  # fmt: skip
     """Sort the lines before the launch line. `command` is the shell text of the program; `numbers` are Slurm's."""

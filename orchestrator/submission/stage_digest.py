@@ -35,6 +35,9 @@ def _digest(archive: Path) -> str:
                 hint = f"sha256sum {archive} > {listed}, or delete it"
                 raise ConfigError(f"{listed} does not begin with a SHA-256 digest", where=_KEY, hint=hint)
             return found[1].lower()
+        if archive.exists() and not archive.is_file():  # reading a named pipe would wait for ever
+            hint = "name a tar or squashfs file"
+            raise ConfigError(f"{_KEY}={archive}: is not a file", where=_KEY, hint=hint)
         with archive.open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:

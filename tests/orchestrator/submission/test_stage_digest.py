@@ -58,6 +58,13 @@ def test_a_missing_archive_is_refused(tmp_path: Path) -> None:
         filled(resolved(tmp_path / "no.tar"))
 
 
+def test_a_named_pipe_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
+    pipe = tmp_path / "env.tar"
+    os.mkfifo(pipe)
+    with pytest.raises(ConfigError, match=r"env.tar: is not a file"):
+        filled(resolved(pipe))
+
+
 def test_a_resumed_run_gets_the_digest_of_another_archive_or_of_one_made_anew(archive: Path) -> None:
     before = resolved("/old.tar", "c" * 64)
     assert filled(resolved(archive, "c" * 64), before) == OWN

@@ -11,6 +11,8 @@ from string import Template
 
 from checkpointing.storage.trusted_path import check_private, own_name
 
+CACHES = "caches-"
+"""Begins the names of the folders of `cluster.caches`, which may lie beside unpacked archives."""
 _DAY = 86400.0
 
 
@@ -81,7 +83,7 @@ class FolderLock:
 
     def delete(self) -> None:
         """Delete the folder and the lock."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        delete_tree(self.folder)
         if not self.folder.exists():
             _lock_file(self.folder).unlink(missing_ok=True)
         self.release()
@@ -90,11 +92,27 @@ class FolderLock:
         os.close(self._descriptor)
 
 
-def delete_unused(above: Path, days: float, now: float | None = None) -> list[Path]:
-    """Delete the folders in `above` that no process has used for `days`, and return them."""
+def delete_tree(folder: Path) -> None:
+    """Delete a folder as far as possible, with folders that their owner may not write to, as an archive can have."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if not folder.exists():
+        return
+    with suppress(OSError):  # another user's
+        folder.chmod(0o700)
+        for place, folders, _ in os.walk(folder):
+            for path in (Path(place, name) for name in folders):
+                if not path.is_symlink():
+                    path.chmod(0o700)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def delete_unused(above: Path, days: float, now: float | None = None, *, caches: bool) -> list[Path]:
+    """Delete the caches of runs in `above`, or the other folders, that no process has used for `days`; return them."""
     oldest = (time.time() if now is None else now) - days * _DAY
     deleted = []
     for folder in sorted(path for path in above.iterdir() if not path.name.startswith(".")):
+        if folder.name.startswith(CACHES) is not caches:
+            continue
         with suppress(FileNotFoundError):  # not made by `FolderLock`, or deleted by another job
             if _lock_file(folder).stat().st_mtime >= oldest or (lock := FolderLock.own_unused(folder)) is None:
                 continue

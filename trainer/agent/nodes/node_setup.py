@@ -9,7 +9,7 @@ from checkpointing.python_command import is_mounted
 from checkpointing.storage.storage_errors import error_words, is_disk_error
 from trainer.agent.fork_server.rank_binding import Topology, read_topology
 from trainer.agent.fork_server.rank_variables import PYTHON_VARIABLE, STAGE_VARIABLE, node_caches
-from trainer.agent.nodes.node_disk import FolderLock, delete_unused, make_own_folder
+from trainer.agent.nodes.node_disk import CACHES, FolderLock, delete_unused, make_own_folder
 from trainer.agent.nodes.stage_archive import StagedArchive, StageFailed, stage_archive
 from trainer.protocol.config import JobConfig
 from trainer.protocol.messages.agents import PreflightFault
@@ -71,9 +71,9 @@ def _fault(reason: str, *, full: bool) -> PreflightFault:
 def _make_caches(text: str, run: str, environ: Mapping[str, str]) -> dict[str, str]:
     try:
         above = make_own_folder(text, environ)
-        lock = FolderLock.use(above / f"caches-{run}")
+        lock = FolderLock.use(above / f"{CACHES}{run}")
         (lock.folder / "tmp").mkdir(mode=0o700, parents=True, exist_ok=True)
-        delete_unused(above, _KEEP_DAYS)
+        delete_unused(above, _KEEP_DAYS, caches=True)
     except ValueError as error:
         raise StageFailed(f"cluster.caches={error}") from error
     except OSError as error:
@@ -85,11 +85,16 @@ def _require_own_packages(config: JobConfig, python: str, environ: Mapping[str, 
     """Raise StageFailed if a workload's fork server cannot run with the archive's interpreter."""
     if config.command or is_mounted():  # a program needs nothing of orch; mounted packages serve every interpreter
         return
-    done = subprocess.run(
-        [python, "-P", "-c", _FORK_SERVER], env=dict(environ), stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        errors="replace", timeout=_IMPORT_SECONDS, check=False,
-    )  # fmt: skip
+    what = f"the Python of {config.cluster.stage.archive} cannot run workloads"
+    try:
+        done = subprocess.run(
+            [python, "-P", "-c", _FORK_SERVER], env=dict(environ), stdin=subprocess.DEVNULL, capture_output=True,
+            text=True, errors="replace", timeout=_IMPORT_SECONDS, check=False,
+        )  # fmt: skip
+    except OSError as error:
+        raise StageFailed(f"{what}: {python}: {error.strerror}; pack an environment of this kind of node") from error
+    except subprocess.TimeoutExpired as error:
+        raise StageFailed(f"{what}: `{_FORK_SERVER}` took longer than {_IMPORT_SECONDS:g} s") from error
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        what = f"the Python of {config.cluster.stage.archive} cannot run workloads: {last}"
-        raise StageFailed(f"{what}; install orch in that environment and pack it again")
+        raise StageFailed(f"{what}: {last}; install orch in that environment and pack it again")

@@ -17,12 +17,13 @@ from typing import IO
 
 from checkpointing.storage.durable import write_durably
 from checkpointing.storage.storage_errors import error_words, is_disk_error
-from trainer.agent.nodes.node_disk import FolderLock, delete_unused, make_own_folder
+from trainer.agent.nodes.node_disk import FolderLock, delete_tree, delete_unused, make_own_folder
 from trainer.protocol.config_sections.node_setup_config import StageConfig
 
 MARKER = ".orch-staged"
 _BLOCK = 4 << 20
-_FULL = ("No space left on device", "Disk quota exceeded")
+_FULL = ("No space left on device", "Disk quota exceeded", "Wrote only ")  # the last one is of the file that fills it
+_REMARK = "Removing leading "  # from names such as `/env/bin` and `../env`, which is no error
 _TAR_OPTIONS = {".tar": "", ".tar.gz": "--gzip", ".tgz": "--gzip", ".tar.zst": "--zstd"}
 _PROGRAMS = {"--gzip": "gzip", "--zstd": "zstd"}
 _UNPACK_CONDA = "bin/conda-unpack"
@@ -48,7 +49,7 @@ class StagedArchive:
     def python(self) -> str:
         """Return the path of the archive's interpreter, or "" if it has none."""
         path = self.folder / "bin" / "python"
-        return str(path) if os.access(path, os.X_OK) else ""
+        return str(path) if path.is_file() and os.access(path, os.X_OK) else ""
 
 
 def stage_archive(config: StageConfig, environ: Mapping[str, str]) -> StagedArchive:
@@ -65,7 +66,7 @@ def stage_archive(config: StageConfig, environ: Mapping[str, str]) -> StagedArch
         if not reused:
             lock.release()
             reused = _unpack_once(archive, config, folder)
-        delete_unused(above, config.keep_days)
+        delete_unused(above, config.keep_days, caches=False)
     except ValueError as error:
         raise StageFailed(f"cluster.stage.to={error}") from error
     except OSError as error:
@@ -73,6 +74,7 @@ def stage_archive(config: StageConfig, environ: Mapping[str, str]) -> StagedArch
             f"cannot stage {archive} to {config.to}: {error_words(error)}", full=is_disk_error(error)
         ) from error
     place = _single_folder(folder)
+    _require_interpreter(archive, place)
     return StagedArchive(folder=place, seconds=time.monotonic() - started, reused=reused)
 
 
@@ -93,6 +95,14 @@ def _single_folder(folder: Path) -> Path:
     return entries[0] if len(entries) == 1 and entries[0].is_dir() and not entries[0].is_symlink() else folder
 
 
+def _require_interpreter(archive: Path, place: Path) -> None:
+    """Raise StageFailed if `bin/python` is a link to a file that this node lacks: ranks would get another Python."""
+    python = place / "bin" / "python"
+    if python.is_symlink() and not python.exists():
+        what = f"bin/python of {archive} is a link that leads nowhere on this node ({os.path.realpath(python)})"
+        raise StageFailed(f"{what}; install that Python here, or pack an environment that has its own")
+
+
 def _unpack_once(archive: Path, config: StageConfig, folder: Path) -> bool:
     """Unpack the archive, and return whether another process has done it in the meantime."""
     lock = FolderLock.own(folder)
@@ -105,14 +115,17 @@ def _unpack_once(archive: Path, config: StageConfig, folder: Path) -> bool:
 
 def _unpack(archive: Path, config: StageConfig, lock: FolderLock) -> None:
     folder = lock.folder
-    shutil.rmtree(folder, ignore_errors=True)
+    delete_tree(folder)
     folder.mkdir(mode=0o700)
     try:
         unpack = _unpack_squashfs if _ending(archive) in (".sqsh", ".squashfs") else _unpack_tar
         digest, failure = unpack(archive, folder)
+        folder.chmod(0o700)  # the archive's own entry for it may be read-only
         if digest != config.sha256:
             what = f"{archive} is damaged or has changed: its SHA-256 is {digest}, not {config.sha256}"
-            raise StageFailed(f"{what}; `orch resume RUN cluster.stage.sha256=` takes the file as it is now")
+            listed = archive.with_name(f"{archive.name}.sha256")
+            first = f"delete {listed}, or write it anew; then " if listed.exists() else ""
+            raise StageFailed(f"{what}; {first}`orch resume RUN cluster.stage.sha256=` takes the file as it is now")
         if failure:
             raise _explain(archive, folder, failure)
         _fix_conda_paths(_single_folder(folder))
@@ -139,7 +152,9 @@ def _unpack_tar(archive: Path, folder: Path) -> tuple[str, str]:
     words = ["tar", "-x", *([option] if option else []), "--no-same-owner", "-C", str(folder)]
     digest = hashlib.sha256()
     with archive.open("rb") as stream, tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors)
+        process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, env=_in_english()
+        )
         assert process.stdin is not None
         reads = True
         while block := stream.read(_BLOCK):
@@ -163,8 +178,15 @@ def _unpack_squashfs(archive: Path, folder: Path) -> tuple[str, str]:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     words = ["unsquashfs", "-no-progress", "-no-xattrs", "-force", "-dest", str(folder), str(archive)]
     with tempfile.TemporaryFile() as errors:
-        done = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, check=False)
+        done = subprocess.run(
+            words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, check=False, env=_in_english()
+        )
         return digest, _describe_failure(done.returncode, errors)
+
+
+def _in_english() -> dict[str, str]:
+    """Return the environment for a program whose messages are compared with `_FULL`."""
+    return {**os.environ, "LC_ALL": "C"}
 
 
 def _require_program(program: str, archive: Path, otherwise: str) -> None:
@@ -175,11 +197,12 @@ def _require_program(program: str, archive: Path, otherwise: str) -> None:
 
 
 def _describe_failure(code: int, errors: IO[bytes]) -> str:
-    """Return the first line of a program's errors and any line about a full disk, or "" if it succeeded."""
+    """Return the first line of a program's errors, or one about a full disk, or "" if it succeeded."""
     if code == 0:
         return ""
     errors.seek(0)
-    lines = errors.read(1 << 16).decode(errors="replace").strip().splitlines() or [f"exit code {code}"]
+    lines = errors.read(1 << 16).decode(errors="replace").strip().splitlines()
+    lines = [line for line in lines if _REMARK not in line] or [f"exit code {code}"]
     return next((line for line in lines if any(words in line for words in _FULL)), lines[0])
 
 

@@ -53,10 +53,11 @@ def test_only_old_and_unused_folders_of_ours_are_deleted(tmp_path: Path):
     (tmp_path / "foreign").mkdir()
     for folder in (old, used):
         age(folder, 8)
-    assert delete_unused(tmp_path, 7) == [old]
+    assert delete_unused(tmp_path, 7, caches=True) == []
+    assert delete_unused(tmp_path, 7, caches=False) == [old]
     assert {path.name for path in tmp_path.iterdir()} == {"used", ".used.lock", "new", ".new.lock", "foreign"}
     held.release()
-    assert delete_unused(tmp_path, 7) == [used]
+    assert delete_unused(tmp_path, 7, caches=False) == [used]
 
 
 def test_users_share_a_folder_and_their_death_frees_it(tmp_path: Path):

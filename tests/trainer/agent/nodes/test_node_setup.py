@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 
 from trainer.agent.fork_server.rank_variables import node_caches, rank_caches, rank_python
+from trainer.agent.nodes.node_setup import prepare_node
+from trainer.protocol.config import JobConfig
+from trainer.protocol.config_sections.node_setup_config import StageConfig
+from trainer.protocol.config_sections.recipe_config import ClusterShape
 from trainer.protocol.events import EventKind
 from trainer.protocol.failures.outcome import ExitCode, FailureKind
 
@@ -72,6 +76,17 @@ def test_a_damaged_archive_ends_the_run_with_the_reason(job, folder, stage):
     assert failure is not None
     assert failure.kind is FailureKind.USER_ERROR
     assert "env.tar is damaged or has changed" in failure.reason
+
+
+def test_a_staged_interpreter_that_cannot_start_is_a_fault_with_a_reason(folder, stage):
+    (folder / "env" / "bin" / "python").write_bytes(b"\x7fELF of another kind of machine")
+    with tarfile.open(stage["archive"], "w") as file:
+        file.add(folder / "env", "env")
+    digest = hashlib.sha256(Path(stage["archive"]).read_bytes()).hexdigest()
+    config = JobConfig(cluster=ClusterShape(stage=StageConfig(**{**stage, "sha256": digest})))
+    _, (fault,) = prepare_node(config, "r-1", dict(os.environ), None)
+    assert "env.tar cannot run workloads" in fault.reason
+    assert fault.reason.endswith("Exec format error; pack an environment of this kind of node")
 
 
 def test_caches_are_on_the_nodes_disk_and_compilers_have_their_own_for_each_rank(job, folder, monkeypatch):

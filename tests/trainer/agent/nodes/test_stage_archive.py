@@ -142,7 +142,10 @@ def test_a_missing_archive_is_named(tmp_path: Path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
-def test_a_full_disk_is_the_nodes_fault_and_the_part_is_deleted(tree: Path, tmp_path: Path):
+@pytest.mark.parametrize("files", ["some", "one"])
+def test_a_full_disk_is_the_nodes_fault_and_the_part_is_deleted(tree: Path, tmp_path: Path, files: str):
+    if files == "one":
+        shutil.rmtree(tree / "bin")
     archive, disk = pack(tree, ".tar"), tmp_path / "disk"
     wanted = config(archive, disk)
     disk.mkdir()
@@ -175,3 +178,66 @@ def test_archives_that_no_job_used_for_long_are_deleted(tree: Path, tmp_path: Pa
     new = stage(pack(tree, ".tar"), tmp_path / "disk").folder
     assert not old.exists()
     assert new.exists()
+
+
+def test_an_archive_of_read_only_folders_is_unpacked_and_deleted(tree: Path, tmp_path: Path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    (tree / "bin").chmod(0o555)
+    tree.chmod(0o555)
+    archive = pack(tree, ".tar")
+    code = "import os, sys; from tests.trainer.agent.nodes.test_stage_archive import *;"
+    code += "from trainer.agent.nodes.node_disk import delete_tree;"
+    code += "archive, disk = Path(sys.argv[1]), Path(sys.argv[2]); wanted = config(archive, disk);"
+    if os.geteuid() == 0:  # root may write to every folder
+        disk.chmod(0o777)
+        for place in (tmp_path, *tmp_path.parents):
+            if place == Path("/tmp"):
+                break
+            place.chmod(0o755)
+        code += "os.setgroups([]); os.setgid(65534); os.setuid(65534);"
+    code += "folder = stage_archive(wanted, {}).folder; (folder / MARKER).unlink();"
+    code += "delete_tree(folder); assert not folder.exists()"
+    subprocess.run([sys.executable, "-c", code, str(archive), str(disk)], check=True)
+
+
+def test_a_link_to_an_interpreter_that_the_node_lacks_is_refused(tree: Path, tmp_path: Path):
+    (tree / "bin" / "python").unlink()
+    (tree / "bin" / "python").symlink_to("/no/such/python3")
+    with pytest.raises(StageFailed, match=r"bin/python of .*env.tar is a link that leads nowhere on this node"):
+        stage(pack(tree, ".tar"), tmp_path / "disk")
+
+
+def test_a_folder_is_no_interpreter(tree: Path, tmp_path: Path):
+    (tree / "bin" / "python").unlink()
+    (tree / "bin" / "python").mkdir()
+    assert stage(pack(tree, ".tar"), tmp_path / "disk").python == ""
+
+
+def test_a_listed_digest_that_is_wrong_is_named(tree: Path, tmp_path: Path):
+    archive = pack(tree, ".tar")
+    archive.with_name("env.tar.sha256").write_text("0")
+    with pytest.raises(StageFailed, match=r"delete .*env.tar.sha256, or write it anew; then `orch resume RUN"):
+        stage(archive, tmp_path / "disk", sha256="0" * 64)
+
+
+def test_a_name_that_leads_outside_is_named(tree: Path, tmp_path: Path):
+    archive = tmp_path / "env.tar"
+    words = ["tar", "-cPf", str(archive), "-C", str(tree), "../env/data"]
+    subprocess.run(words, check=True)
+    with pytest.raises(StageFailed, match=r"cannot be unpacked: .*Member name contains '..'"):
+        stage(archive, tmp_path / "disk")
+
+
+def test_a_full_disk_is_understood_in_every_language(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    program = tmp_path / "bin" / "tar"
+    program.parent.mkdir()
+    archive = pack(tree, ".tar")
+    english, german = "No space left on device", "Auf dem Datenträger ist kein Speicherplatz mehr verfügbar"
+    program.write_text(f'#!/bin/sh\n[ "$LC_ALL" = C ] && echo "{english}" >&2 || echo "{german}" >&2\nexit 2\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
+    with pytest.raises(StageFailed) as caught:
+        stage(archive, tmp_path / "disk")
+    assert caught.value.full

@@ -127,8 +127,9 @@ def tag_names(path: Path) -> list[str]:
 
 def sweep_names(path: Path) -> list[str]:
     """Return the name of every sweep, newest first."""
-    names = "SELECT json_extract(sweep, '$.name') AS name FROM runs WHERE sweep <> '{}'"
-    return [row["name"] for row in select_rows(path, f"{names} GROUP BY name ORDER BY max(id) DESC", ())]
+    names = "SELECT json_extract(sweep, '$.name') AS sweep_name FROM runs WHERE sweep <> '{}'"  # `name` is the run's
+    rows = select_rows(path, f"{names} GROUP BY sweep_name ORDER BY max(id) DESC", ())
+    return [row["sweep_name"] for row in rows]
 
 
 def node_names(path: Path) -> list[str]:

@@ -109,13 +109,22 @@ def points(axes: Sequence[Axis], draws: int | None, seed: int) -> list[Point]:
         raise ConfigError(what, where="command line", hint=f"--random {most} draws {most} of them")
     if draws is None:
         return [dict(zip(keys, values, strict=True)) for values in itertools.product(*(axis.values for axis in axes))]
-    return list(itertools.islice(_draw(axes, seed), wanted))
+    found = list(itertools.islice(_draw(axes, seed), wanted))
+    if len(found) < wanted:
+        what = f"--random {wanted}: the intervals have only {len(found)} different values (six digits are kept)"
+        raise ConfigError(what, where="command line", hint=f"--random {len(found)}, or wider intervals")
+    return found
+
+
+_MOST_REPEATS = 100_000
+"""Draws in a row without a new point after which there is none: a grid's last of 1000 comes much earlier."""
 
 
 def _draw(axes: Sequence[Axis], seed: int) -> Iterator[Point]:
-    random, drawn = Random(seed), set[tuple[str, ...]]()
-    while True:
+    random, drawn, repeats = Random(seed), set[tuple[str, ...]](), 0
+    while repeats < _MOST_REPEATS:
         values = tuple(axis.draw(random) if axis.draw else random.choice(axis.values) for axis in axes)
+        repeats = repeats + 1 if values in drawn else 0
         if values not in drawn:
             drawn.add(values)
             yield dict(zip((axis.key for axis in axes), values, strict=True))

@@ -30,6 +30,9 @@ def make_config(
     screen.note(converted.config)
     _list_remarks(screen, converted)
     files = {config: converted.config, **({setup: converted.setup} if converted.setup else {})}
+    if script in files:
+        what = f"the configuration would replace the script: both are {script}"
+        raise ConfigError(what, where=str(script), hint="give the script another name: job.sh")
     _write(files, script)
     screen.note(f"written: {' '.join(map(str, files))}")
     _require_open_keys(converted, config, overrides)

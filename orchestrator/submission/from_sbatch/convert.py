@@ -14,7 +14,7 @@ from orchestrator.config.yaml_text import format_list_items
 from orchestrator.errors import ConfigError, NotFound
 from orchestrator.scheduler.job_environment import SECRET, passes
 from orchestrator.submission.from_sbatch import resources
-from orchestrator.submission.from_sbatch.directives import read_directives
+from orchestrator.submission.from_sbatch.directives import Option, read_directives
 from orchestrator.submission.from_sbatch.launch import RANK_VARIABLES, Launch, Remark, find_launch_line, take_apart
 from orchestrator.submission.from_sbatch.resources import Conversion
 from orchestrator.submission.from_sbatch.setup_lines import Setup, read_setup, script_values
@@ -72,7 +72,8 @@ def convert(script: Path, environ: Mapping[str, str]) -> ConvertedScript:
         names = ["default", *(templates.value[1:] if templates else []), f"./{script.stem}.setup.sh"]
         found.set("cluster.templates", names, text="the script's setup lines")
     return ConvertedScript(
-        config=_config_text(script, found), setup=_setup_text(script, setup, environ) if has_setup else "",
+        config=_config_text(script, found),
+        setup=_setup_text(script, setup, environ, _chdir(job)) if has_setup else "",
         left_out=tuple(sorted({*found.left_out, *launch.left_out, *setup.left_out})),
         unclear=tuple(sorted({*found.unclear, *launch.unclear, *setup.unclear})), open_keys=found.open_keys,
     )  # fmt: skip
@@ -155,7 +156,13 @@ def _comes_from_shell(name: str, environ: Mapping[str, str]) -> bool:
     return name in environ and not is_own and not passes(name) and not SECRET.search(name)
 
 
-def _setup_text(script: Path, setup: Setup, environ: Mapping[str, str]) -> str:
+def _chdir(job: Mapping[str, Option]) -> str:
+    """Return the folder in which the job runs the script."""
+    option = job.get("chdir")
+    return os.path.abspath(option.value) if option and option.value and "$" not in option.value else os.getcwd()
+
+
+def _setup_text(script: Path, setup: Setup, environ: Mapping[str, str], folder: str) -> str:
     """Return the setup file, which is a template as orchestrator/scheduler/script.py describes it."""
     text = "\n".join(setup.lines)
     assigned = set(re.findall(r"\b([A-Za-z_]\w*)=", text))
@@ -168,7 +175,7 @@ def _setup_text(script: Path, setup: Setup, environ: Mapping[str, str]) -> str:
             "#---",
             f"# about: setup lines of {script.name}; the job runs them once, on its first node",
             "#---",
-            f"cd {here} || exit 1",
+            f"cd {shlex.quote(folder)} || exit 1",
             *([f"export SLURM_SUBMIT_DIR={here}"] if uses_folder else []),
             *exports,
             "{% raw %}",

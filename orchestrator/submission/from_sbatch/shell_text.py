@@ -162,8 +162,7 @@ def read_lines(text: str) -> list[ShellLine]:
         if not tokens:
             continue
         nested = bool(opened) or tokens[0].raw in _CONDITIONS
-        _follow_nesting(opened, tokens)
-        nested = nested or bool(opened)
+        nested = _follow_nesting(opened, tokens) or bool(opened) or nested
         found.append(
             ShellLine(
                 number=number, text=line, tokens=tuple(tokens), is_nested=nested, has_document=bool(documents)
@@ -182,9 +181,9 @@ def _complete(line: str) -> list[Token] | None:
         return None
 
 
-def _follow_nesting(opened: list[str], tokens: Sequence[Token]) -> None:
-    """Update the list of reserved words and parentheses that are open."""
-    begins = True
+def _follow_nesting(opened: list[str], tokens: Sequence[Token]) -> bool:
+    """Update the list of reserved words and parentheses that are open. Return whether a word opens any."""
+    begins, opens = True, False
     for token in tokens:
         if token.is_operator:
             if token.raw == "(":
@@ -195,9 +194,11 @@ def _follow_nesting(opened: list[str], tokens: Sequence[Token]) -> None:
         else:
             if begins and token.raw in _OPENS:
                 opened.append(token.raw)
+                opens = True
             elif begins and token.raw in _CLOSES and opened:
                 opened.pop()
             begins = begins and token.raw in _BEFORE_COMMAND
+    return opens
 
 
 def simple_commands(tokens: Sequence[Token]) -> Iterator[tuple[str, list[Token]]]:

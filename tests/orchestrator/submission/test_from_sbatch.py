@@ -215,3 +215,17 @@ def test_lines_continue_and_nest() -> None:
         (6, ["fi"], True, False), (7, ["cat", "E"], False, True), (10, ["f", '"g\nh"', "$(i\n)"], False, False),
         (13, ["j", "k"], False, False), (14, ["l"], False, False),
     ]  # fmt: skip
+
+
+def test_setup_lines_run_in_the_folder_of_chdir(here: Path) -> None:
+    script = here / "job.sh"
+    script.write_text("#!/bin/bash\n#SBATCH -N 1 -t 60\n#SBATCH -D /data/run\ncd sub || exit 1\npython train.py\n")
+    setup = convert(script, SHELL).setup
+    assert "cd /data/run || exit 1" in setup
+    assert str(here) not in setup
+
+
+@pytest.mark.parametrize("line", ["set -e; for seed in 1 2; do python train.py; done", "run() { python train.py; }"])
+def test_a_launch_line_inside_something_on_one_line_is_refused(line: str) -> None:
+    with pytest.raises(ConfigError, match="inside a loop, a condition, a function or a group"):
+        one_line(f"{line}\n")

@@ -65,3 +65,9 @@ def test_the_base_is_what_is_not_varied() -> None:
     varied = ["train.seed", "+env.X"]
     assert base_digest(data, varied) == base_digest(other, varied)
     assert base_digest(data, varied) != base_digest({**other, "train": {"steps": 6, "seed": 1}}, varied)
+
+
+@pytest.mark.parametrize("interval", ["log:0.1:0.1000001", "1e308:2e308"])
+def test_intervals_with_fewer_values_than_draws_are_refused(interval: str) -> None:
+    with pytest.raises(ConfigError, match="only 1 different values|only 2 different values"):
+        grid(f"a={interval}", draws=5)

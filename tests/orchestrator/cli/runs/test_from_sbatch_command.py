@@ -91,3 +91,11 @@ def test_keys_that_the_script_leaves_open_must_be_given(orch: Type, here: Path) 
 def test_other_sources_are_refused(orch: Type, words: tuple[str, ...], why: str) -> None:
     said = orch("submit", *words)
     assert (said.code, why in said.err) == (2, True), said.err
+
+
+def test_a_script_with_the_name_of_its_configuration_is_not_replaced(orch: Type, here: Path) -> None:
+    (here / "job.yaml").write_text(SCRIPT)
+    said = orch("submit", "--from-sbatch", "job.yaml", "-y")
+    assert (said.code, "would replace the script" in said.err) == (2, True)
+    assert "remove it" not in said.err
+    assert (here / "job.yaml").read_text() == SCRIPT

@@ -126,3 +126,9 @@ def test_unknown_sweeps_and_nothing_to_cancel(sweep: Sweep, orch: Type) -> None:
     assert orch("cancel", "--sweep", "other").code == 3
     missing = orch("cancel")
     assert (missing.code, "Missing argument 'RUN...'" in missing.err) == (2, True)
+
+
+def test_the_hint_names_each_sweep_once(sweep: Sweep, orch: Type) -> None:
+    assert sweep(*AXES, "-n", "scan").code == 0
+    assert sweep(*AXES, "-n", "other").code == 0
+    assert "sweeps: other, scan\n" in orch("status", "--sweep", "nothing-like-it").err

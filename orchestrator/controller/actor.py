@@ -1,10 +1,12 @@
 """The controller's effects outside the registry: submit, release, cancel, GO and requests. All are repeatable."""
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
+from checkpointing.storage.storage_errors import is_disk_error
 from orchestrator import failpoints
 from orchestrator.config.run_config import RunConfig
 from orchestrator.controller.scheduler_snapshot import JobRecord, SchedulerSnapshot, changes, identify
@@ -425,6 +427,16 @@ class Actor:
         self.in_folder(folder, lambda: request.write(folder.requests))
         self.record_action(f"asked {folder.name}/{attempt} to {kind}: {reason}")
         return True
+
+
+@contextmanager
+def ignored_disk_errors() -> Iterator[None]:
+    """Ignore a failure to write a request if the cause is a full or broken disk."""
+    try:
+        yield
+    except OSError as error:
+        if not is_disk_error(error):
+            raise
 
 
 def _search_note(ids: Sequence[str]) -> str:

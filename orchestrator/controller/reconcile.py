@@ -20,7 +20,13 @@ from orchestrator.controller.may_start import RunWait, find_predecessors, record
 from orchestrator.controller.nodes_to_avoid import to_avoid
 from orchestrator.controller.own_queue import OrderJobs, by_priority, order_pending
 from orchestrator.controller.ownership import Domain, never_submitted, sweep_orphans
-from orchestrator.controller.requeued_jobs import adopt_requeued, end_requeued, launch_requeued, why_not_continued
+from orchestrator.controller.requeued_jobs import (
+    adopt_requeued,
+    end_requeued,
+    is_ended_by_orch,
+    launch_requeued,
+    why_not_continued,
+)
 from orchestrator.controller.run_signs import HAS_JOB, has_news
 from orchestrator.controller.running_jobs import (
     end_judged_job,
@@ -368,6 +374,9 @@ class Controller:
         if requeued is not None and (why := why_not_continued(view, requeued)):
             end_requeued(self.actor, view, requeued, why)
             requeued = None
+        elif requeued is None and (cancelled := snapshot.cancelled_requeue(view.last)) is not None:
+            # The attempt that adopts the job records that somebody else cancelled it.
+            requeued = None if is_ended_by_orch(self.actor, view) else cancelled
         blockers = [job for job in snapshot.of_run(run) if job is not requeued and not self._is_stuck(job)]
         if view.cancel is not None and snapshot.swept and not blockers:
             user_requests.mark_cancelled(self.actor, view)

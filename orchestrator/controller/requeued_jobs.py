@@ -9,14 +9,15 @@ from secrets import token_hex
 
 from checkpointing.storage.durable import dump_line, write_durably
 from orchestrator import failpoints
-from orchestrator.controller.actor import Actor
-from orchestrator.controller.collect_evidence import slurm_logs
+from orchestrator.controller.actor import Actor, ignored_disk_errors
+from orchestrator.controller.collect_evidence import SILENCED, slurm_logs
 from orchestrator.controller.nodes_to_avoid import to_avoid
 from orchestrator.registry.records import Attempt
 from orchestrator.run_dirs.controlled_run import ControlledRun
-from orchestrator.scheduler.interface import LEAVING_STATES, JobStatus
+from orchestrator.scheduler.interface import ENDED_STATES, LEAVING_STATES, JobStatus
 from orchestrator.states import AttemptState, RunState
 from trainer.protocol.config import AUTO
+from trainer.protocol.requests import RequestKind, pending
 
 _KEEPS_NODES = frozenset({"EXPEDITING", "CONFIGURING", "RUNNING"})
 """States of a job with its surviving nodes. After any other requeue, a job is PENDING or held."""
@@ -41,6 +42,8 @@ def adopt_requeued(actor: Actor, view: ControlledRun, job: JobStatus) -> Attempt
     """Record the next attempt, which continues in a requeued job: it needs no submission, and its job is known."""
     run, last, avoid = view.run, view.last, to_avoid(actor, view)
     reason = f"job {job.job_id} continues: Slurm requeued it and kept its surviving nodes"
+    if job.state in ENDED_STATES:
+        reason = f"job {job.job_id} is {job.state}, after Slurm had requeued it"
     failpoints.reach("before_next_intent")
 
     def record() -> Attempt:
@@ -85,4 +88,15 @@ def submitting_attempt(view: ControlledRun) -> int:
 def end_requeued(actor: Actor, view: ControlledRun, job: JobStatus, why: str) -> None:
     """Cancel a requeued job in which no attempt continues."""
     if job.state not in LEAVING_STATES:
-        actor.cancel(view.run, job.job_id, f"requeued by Slurm, but the next attempt gets a new job: {why}")
+        reason = f"requeued by Slurm, but the next attempt gets a new job: {why}"
+        with ignored_disk_errors():  # without the request, the job would look like one that somebody else cancelled
+            actor.request_once(view.folder, RequestKind.STOP, view.last.number, reason, None, SILENCED)
+        actor.cancel(view.run, job.job_id, reason)
+
+
+def is_ended_by_orch(actor: Actor, view: ControlledRun) -> bool:
+    """Return whether orch or its user ended the requeued job: its cancellation is then no reason to hold the run."""
+    if view.cancel is not None or view.last.number < view.run.fresh_from:
+        return True
+    asked = actor.in_folder(view.folder, lambda: pending(view.folder.requests, view.last.number, set()))
+    return any(request.kind is RequestKind.STOP for request in asked)

@@ -4,15 +4,12 @@ A job that waits too long for nodes is cancelled, and the next attempt uses the 
 recorded before it takes effect: a cancellation as a stop request, and an attempt's size with its intent.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from checkpointing.config import RUN
-from checkpointing.storage.storage_errors import is_disk_error
 from orchestrator.config.run_config import RunConfig
-from orchestrator.controller.actor import SUBMIT_WITHIN, Actor
+from orchestrator.controller.actor import SUBMIT_WITHIN, Actor, ignored_disk_errors
 from orchestrator.controller.collect_evidence import GAVE_UP, REQUEUED, SILENCED
 from orchestrator.controller.conclude import apply
 from orchestrator.controller.nodes_to_avoid import to_avoid
@@ -155,16 +152,6 @@ def end_judged_job(actor: Actor, view: ControlledRun, job_id: str, reason: str) 
     with ignored_disk_errors():
         actor.request_once(view.folder, RequestKind.STOP, view.last.number, reason, None, SILENCED)
     actor.cancel(view.run, job_id, reason)
-
-
-@contextmanager
-def ignored_disk_errors() -> Iterator[None]:
-    """Ignore a failure to write a request if the cause is a full or broken disk."""
-    try:
-        yield
-    except OSError as error:
-        if not is_disk_error(error):
-            raise
 
 
 SAVED_WITHIN = 30.0

@@ -210,6 +210,13 @@ class SchedulerSnapshot:
                 return job
         return None
 
+    def cancelled_requeue(self, attempt: Attempt) -> JobStatus | None:
+        """Return the attempt's job if it was cancelled after Slurm had requeued it, before any attempt adopted it."""
+        for job in self._by_id.get(attempt.job_id or "", ()):
+            if attempt.sluid and job.sluid not in ("", attempt.sluid) and job.state == "CANCELLED":
+                return job if job.restarts > attempt.restarts else None
+        return None
+
     def owner(self, job: JobStatus) -> JobRecord | None:
         """Return the record of the attempt for which the job was submitted; None if no record matches."""
         named = [record for tag in tags(job) if (record := self.records.get((tag.run, tag.attempt))) is not None]

@@ -101,6 +101,24 @@ def test_a_run_is_cancelled_at_every_point_of_a_requeue(tmp_path: Path, later: i
     assert not [job for job in world.slurm.jobs if job.live]
 
 
+@pytest.mark.parametrize("later", [0, 1, 3, 6, 12])
+def test_a_job_that_somebody_cancels_after_a_requeue_stays_cancelled(tmp_path: Path, later: int) -> None:
+    world = world_with_sluids(tmp_path)
+    training(world, 12)
+    (job,) = world.slurm.running()
+    world.slurm.expedite(job)
+    world.slurm.down = set(world.slurm.nodes)
+    world.turns(later, 1.0)
+    world.slurm.end(job, "CANCELLED")
+    world.turns(60, 1.0, lambda: world.run.state is RunState.HELD)
+    assert (world.run.state, world.run.reason[:32]) == (RunState.HELD, "job 1 was cancelled, not by orch")
+    assert len(world.slurm.jobs) == 1
+    world.slurm.down = set()
+    world.store.add_user_request(world.name, "resume", {}, world.clock.now)
+    world.turns(10, 1.0, lambda: world.run.state is not RunState.HELD)
+    assert world.finish(seconds=1.0).state is RunState.SUCCEEDED
+
+
 def test_a_job_that_waits_for_replacements_is_cancelled_without_a_request_to_save(tmp_path: Path) -> None:
     world = world_with_sluids(tmp_path)
     training(world, 12)

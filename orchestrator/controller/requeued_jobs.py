@@ -2,7 +2,8 @@
 
 After a node failure, an expedited requeue (Slurm 25.11) keeps the surviving nodes for the job under the same id, as
 another run of the job with its own SLUID. Slurm starts the job's script again, and its agents wait for the GO of the
-attempt that continues in it. Any other requeue is unwanted, because a new job starts sooner: orch cancels the job.
+attempt that continues in it. This also happens after a `scontrol requeue` that gives the job nodes at once. A requeued
+job that waits or is held is unwanted, because a new job starts sooner: orch cancels it.
 """
 
 from secrets import token_hex
@@ -20,7 +21,7 @@ from trainer.protocol.config import AUTO
 from trainer.protocol.requests import RequestKind, pending
 
 _KEEPS_NODES = frozenset({"EXPEDITING", "CONFIGURING", "RUNNING"})
-"""States of a job with its surviving nodes. After any other requeue, a job is PENDING or held."""
+"""States of a requeued job that has nodes. After most other requeues, a job is PENDING or held."""
 
 
 def why_not_continued(view: ControlledRun, job: JobStatus) -> str:

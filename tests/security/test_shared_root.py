@@ -387,10 +387,10 @@ def test_tiers_have_their_own_names_in_events_and_lists(live):
 
     def found() -> list[dict[str, Any]] | None:
         known = ann.ask("ckpt", "ls", live.name, "--all")
-        trust = {each["step"]: each["trust"] for each in known}
-        return known if {trust.get(step) for step in (4, 8, 12)} == {"DELETED"} else None
+        # A busy machine skips saves, so no certain step exists.
+        return known if sum(each["trust"] == "DELETED" for each in known) >= 3 else None
 
-    shown = json.dumps([until(found, "they are known to be deleted"), ann.ask("show", live.name)])
+    shown = json.dumps([until(found, "three checkpoints are known to be deleted"), ann.ask("show", live.name)])
     assert "/proc/" not in shown
     assert str(live.folder.path / "checkpoints") in shown
     assert str(live.town.project / "tier") in shown

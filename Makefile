@@ -46,7 +46,7 @@ $(LOWEST)/.ready: tests/lowest/requirements.txt | $(DEV)
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q --no-deps --target $(LOWEST) -r $<
 	@touch $@
 
-demo: venv  ## the main job on this machine: trains, loses a rank, recovers, finishes (about a minute)
+demo: venv  ## the main job on this machine: trains, loses a rank, recovers, finishes (half a minute)
 	@$(BIN)/orch demo
 
 lint: $(DEV)

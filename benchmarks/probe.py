@@ -3,7 +3,7 @@
     python -m benchmarks.probe [--folder FOLDER] [--rounds N]
 
 Both sides take turns, on the same file system and in the same two ranks. A figure is the larger rate divided by the
-smaller one, of the sums of all rounds: 1.1 means that the two agree within 10 %.
+smaller one, of the medians of all rounds: 1.1 means that the two agree within 10 %.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import median
 
 from benchmarks.runner import Result, Row, run_table
 from trainer.worker.probe.storage_rates import metadata_rate, read_rate, scratch_folder, write_rate
@@ -31,7 +32,7 @@ ROWS = (
         for operation in ("all-reduce", "point-to-point") for size in MESSAGES
     ),
 )  # fmt: skip
-_RANK = "--rank"
+_RANK, _SLICE = "--rank", 0.1
 
 
 def measure(rows: Sequence[Row], chosen: argparse.Namespace) -> Iterator[tuple[Row, Result]]:
@@ -45,11 +46,11 @@ def measure(rows: Sequence[Row], chosen: argparse.Namespace) -> Iterator[tuple[R
         else:
             with scratch_folder(chosen.folder) as folder:
                 pairs = [_turn(row.name, folder, index) for index in range(chosen.rounds)]
-        ours, theirs = (sum(pair[side] for pair in pairs) for side in (0, 1))
+        ours, theirs = (median(pair[side] for pair in pairs) for side in (0, 1))
         ratio = max(ours, theirs) / min(ours, theirs)
         yield row, Result(
             values=[ratio] * len(pairs),
-            measured={"probe": ours / len(pairs), "independent": theirs / len(pairs)}, measured_unit="/s",
+            measured={"probe": ours, "independent": theirs}, measured_unit="/s",
         )  # fmt: skip
 
 
@@ -80,10 +81,14 @@ def _dd(*words: str) -> float:
 
 
 def _dd_write(folder: Path) -> float:
+    """Return dd's bytes per second without the time that it takes to read its source, random bytes in memory."""
+    (folder / "dd").unlink(missing_ok=True)
     with tempfile.NamedTemporaryFile(dir="/dev/shm") as source:
         source.write(os.urandom(FILE_BYTES))
         source.flush()
-        return _dd(f"if={source.name}", f"of={folder / 'dd'}", "conv=fsync")
+        reading = _dd(f"if={source.name}", "of=/dev/null")
+        both = _dd(f"if={source.name}", f"of={folder / 'dd'}", "conv=fsync")
+    return 1 / (1 / both - 1 / reading)
 
 
 def _dd_read(file: Path) -> float:
@@ -129,7 +134,7 @@ def _rank(rank: int, folder: Path, rounds: int) -> None:
     assert dist.group.WORLD is not None
     found: dict[str, list[tuple[float, float]]] = {}
     for _ in range(rounds):
-        rates = measure_collectives("world", dist.group.WORLD, MESSAGES, 0.3, torch.device("cpu"))
+        rates = measure_collectives("world", dist.group.WORLD, MESSAGES, _SLICE, torch.device("cpu"))
         for rate in (one for one in rates if one.operation in ("all-reduce", "point-to-point")):
             bare = _bare_loop(rate.operation, torch.ones(rate.bytes // 4), rank)
             key = json.dumps((rate.operation, rate.bytes))
@@ -143,7 +148,7 @@ def _bare_loop(operation: str, message: "torch.Tensor", rank: int) -> float:  # 
     """Return the seconds of one operation, as the time of a whole loop divided by its length."""
     import torch.distributed as dist
 
-    count = max(5, int(0.3 / (2e-4 + message.numel() * 4 / 4e8)))
+    count = max(5, int(_SLICE / (2e-4 + message.numel() * 4 / 4e8)))
     dist.barrier()
     began = time.perf_counter()
     for _ in range(count):

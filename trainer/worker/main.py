@@ -118,7 +118,7 @@ def _train(
     device = rendezvous.choose(config.cluster, spec.local_rank)
     rendezvous.choose_interface(config.cluster.interface, spec.host)
     with flight_recorder.recording(spec):
-        key = rendezvous.join(spec, control, device)
+        store, key = rendezvous.join(spec, control, device)
         node_benchmark.measure(spec, config, control, device)
         objects = _build(made, config, mesh.build(config.parallel, device, spec.rank, spec.world_size))
         require_resharding(objects.data, config.cluster)
@@ -128,7 +128,7 @@ def _train(
             on_saves=partial(report_saves, control), modules=modules,
         )  # fmt: skip
         code = _restore_and_train(session)
-        rendezvous.leave()
+        rendezvous.leave(store, spec)
     return code
 
 

@@ -55,7 +55,7 @@ def demo(screen: Screen, words: tuple[str, ...], root: Path | None, timeout: flo
     """Run a small training job here that is killed and recovers.
 
     Two simulated nodes with two ranks each train on real text. One rank is killed with SIGKILL; orch restarts the
-    ranks in place, and the run finishes. It takes about a minute on two cores. The exit code is 8 if the run does
+    ranks in place, and the run finishes. It takes half a minute on two cores. The exit code is 8 if the run does
     not recover.
 
     `orch demo restore-test` trains without the kill and tests the run's checkpoints: one is restored on the same ranks

@@ -50,5 +50,5 @@ def test_a_demo_is_the_same_everywhere(standing: dict[str, str], tmp_path: Path)
     home = tmp_path / "home" / ".config" / "orch" / "config.yaml"
     home.write_text("cluster: {nodes: 64, ranks_per_node: 8, kind: slurm, account: me}\ntrain: {steps: 9}\n")
     config = compose("demo", environ=standing, preset_wins=True).config
-    assert (config.cluster.nodes, config.cluster.kind, config.train.steps) == (2, "local", 40)
+    assert (config.cluster.nodes, config.cluster.kind, config.train.steps) == (2, "local", 30)
     assert config.cluster.account == "me"

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterator
-from statistics import median
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from trainer.protocol.probe import CollectiveRate
 
 Group = dist.ProcessGroup
 POINT_TO_POINT = "point-to-point"
-_FEWEST, _MOST = 3, 200
+_FEWEST, _MOST = 3, 1000
 
 # torch 2.13 deprecates the names that older versions have.
 _ALL_GATHER: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -32,7 +31,7 @@ def measure_collectives(
 ) -> Iterator[CollectiveRate]:
     """Yield the rates of this group, on each of its ranks. All groups of a scope measure at the same time. Collective.
 
-    A rate is that of the slowest rank in the world.
+    A rate is that of the slowest rank in the world, over the whole loop, as nccl-tests reports it.
     """
     ranks = dist.get_world_size(group)
     for operation, factor in _BUS_FACTORS.items():
@@ -56,39 +55,45 @@ def _operation(name: str, group: Group, elements: int, device: torch.device) -> 
         return lambda: _wait(_ALL_GATHER(whole, part, group=group, async_op=True))
     if name == "reduce-scatter":
         return lambda: _wait(_REDUCE_SCATTER(part, whole, group=group, async_op=True))
-    return lambda: _pass_around(whole, group)
+    return _pass_around(whole, group)
 
 
 def _wait(work: Any) -> None:
     work.wait()
 
 
-def _pass_around(message: torch.Tensor, group: Group) -> None:
-    """Send a message from the group's first rank to its last one and back; other ranks do nothing."""
-    first, last = dist.get_global_rank(group, 0), dist.get_global_rank(group, dist.get_world_size(group) - 1)
-    if dist.get_rank() == first:
-        dist.send(message, last, group=group)
-        dist.recv(message, last, group=group)
-    elif dist.get_rank() == last:
-        dist.recv(message, first, group=group)
-        dist.send(message, first, group=group)
+def _pass_around(message: torch.Tensor, group: Group) -> Callable[[], None]:
+    """Return a function that sends a message from the group's first rank to its last one and back."""
+    me, last = dist.get_rank(group), dist.get_world_size(group) - 1
+    peer = dist.get_global_rank(group, last if me == 0 else 0)
+
+    def there_and_back() -> None:
+        if me == 0:
+            dist.send(message, peer, group=group)
+            dist.recv(message, peer, group=group)
+        elif me == last:
+            dist.recv(message, peer, group=group)
+            dist.send(message, peer, group=group)
+
+    return there_and_back
 
 
-def _time(run: Callable[[], None], seconds: float, device: torch.device) -> list[float]:
-    """Return the times of repetitions; every rank makes the same number."""
+def _time(run: Callable[[], None], seconds: float, device: torch.device) -> float:
+    """Return the mean time of repetitions; every rank makes the same number."""
     run()
-    first = _once(run, device)
-    count = torch.tensor([min(_MOST, max(_FEWEST, int(seconds / max(first, 1e-6))))], device=device)
+    expected = max(_loop(run, _FEWEST, device), 1e-6)
+    count = torch.tensor([min(_MOST, max(_FEWEST, int(seconds / expected)))], device=device)
     dist.all_reduce(count, op=dist.ReduceOp.MIN)
-    return [_once(run, device) for _ in range(int(count.item()))]
+    return _loop(run, int(count.item()), device)
 
 
-def _once(run: Callable[[], None], device: torch.device) -> float:
+def _loop(run: Callable[[], None], count: int, device: torch.device) -> float:
     _synchronize(device)
     began = time.perf_counter()
-    run()
+    for _ in range(count):
+        run()
     _synchronize(device)
-    return time.perf_counter() - began
+    return (time.perf_counter() - began) / count
 
 
 def _synchronize(device: torch.device) -> None:
@@ -96,7 +101,7 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _slowest(times: list[float], device: torch.device) -> float:
-    taken = torch.tensor([median(times)], dtype=torch.float64, device=device)
+def _slowest(mean: float, device: torch.device) -> float:
+    taken = torch.tensor([mean], dtype=torch.float64, device=device)
     dist.all_reduce(taken, op=dist.ReduceOp.MAX)
     return float(taken.item())

@@ -151,26 +151,40 @@ def _receive_store(control: socket.socket) -> tuple[str, int, bytes]:
     return found.host, found.port, bytes.fromhex(found.key)
 
 
-def join(spec: RankSpec, control: socket.socket, device: torch.device) -> bytes:
-    """Join the world of this generation and return its key. Blocks until every rank has joined."""
+def join(spec: RankSpec, control: socket.socket, device: torch.device) -> tuple[PrefixStore, bytes]:
+    """Join the world of this generation; return its store and its key. Blocks until every rank has joined."""
     # gloo then connects two ranks at their first message. A ring needs two sockets per rank, instead of one per peer.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     store, key = open_store(spec, control)
+    world = PrefixStore("world", store)
     dist.init_process_group(
         backend(device),
-        store=PrefixStore("world", store),
+        store=world,
         rank=spec.rank,
         world_size=spec.world_size,
         timeout=_COLLECTIVE_TIMEOUT,
         device_id=device if device.type == "cuda" else None,
     )
-    return key
+    return world, key
 
 
-def leave() -> None:
-    """Leave the world. The work is finished and saved, so it is no failure if a peer has left first."""
+def leave(store: PrefixStore, spec: RankSpec) -> None:
+    """Leave the world once every rank has finished. Rank 0 hosts the store, so it leaves last.
+
+    The work is finished and saved, so a lost peer is no failure. A barrier would connect ranks that have not yet
+    exchanged a message; while the first ones leave, such a connection can fail, or wait for ever.
+    """
     try:
-        dist.barrier()
+        _meet(store, "finished", spec.world_size, wait=True)
         dist.destroy_process_group()
+        _meet(store, "left", spec.world_size, wait=spec.rank == 0)
     except RuntimeError:
         return
+
+
+def _meet(store: PrefixStore, name: str, ranks: int, *, wait: bool) -> None:
+    """Count this rank in, and wait until all ranks have been counted if `wait`."""
+    if store.add(name, 1) == ranks:
+        store.set(f"all {name}", "")
+    if wait:
+        store.wait([f"all {name}"], _COLLECTIVE_TIMEOUT)

@@ -55,7 +55,7 @@ def outcome(act: Callable[[], Any]) -> str:
 def victim(control: socket.socket) -> dict[str, str]:
     found = {}
     for rank, exchanges in ((0, ("gather", "all_gather")), (1, ("broadcast", "scatter"))):
-        key = rendezvous.join(spec(rank), control, torch.device("cpu"))
+        _, key = rendezvous.join(spec(rank), control, torch.device("cpu"))
         for number in range(2):
             for name in exchanges:
                 ranks = RankGroup(None, key=key)

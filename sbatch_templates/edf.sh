@@ -1,8 +1,8 @@
 #---
 # about: runs the agents in an environment of the CSCS container engine (srun --environment); its image needs no orch
 # args:
-#   environment: {help: "name of an EDF in ~/.edf, or the absolute path of its .toml file", pattern: "[^/\"\\\\$.][^/\"\\\\$]*|[/~][^\"\\\\$]+", kind: path}
-#   mounts: {help: "further mounts, SRC:DST[:FLAGS] separated by commas", default: "", pattern: "[^\"\\\\]+"}
+#   environment: {help: "name of an EDF in ~/.edf or EDF_PATH without .toml, or the absolute path of its .toml file", pattern: "(?![^/]*\\.toml$)[^/\"\\\\$.][^/\"\\\\$]*|[/~][^\"\\\\$]+", kind: path}
+#   mounts: {help: "further mounts, SRC:DST[:FLAGS] separated by commas; + separates flags (ro+private), sqsh mounts a squashfs file", kind: path, default: "", pattern: "[^\"\\\\]+"}
 # srun:
 #   - "--environment={{ submission }}/environment.toml"
 # python: "{{ python }}"

@@ -2,7 +2,7 @@
 # about: runs the agents in a Shifter image; the image needs no orch
 # args:
 #   image: {help: "type and name of an image that the site's gateway has: docker:nvcr.io/nvidia/pytorch:26.01-py3"}
-#   volumes: {help: "further mounts, SRC:DST[:ro] separated by commas", default: ""}
+#   volumes: {help: "further mounts, SRC:DST[:ro] separated by commas", kind: path, default: ""}
 #   modules: {help: "Shifter modules, separated by commas: gpu,nccl-plugin", default: ""}
 #   env: {help: "variables inside the image: NAME=VALUE[,NAME=VALUE...]", default: ""}
 # python: >-

@@ -1,10 +1,10 @@
 """Variables of the submitting shell that a job sees: a short allow-list, so that no secret leaks into jobs.
 
 A run must not depend on the shell that started a controller, so the variables of its submitter's shell are
-recorded with the run, and every attempt gets them. A job gets variables that identify the user, find programs and
-libraries, and make `module` work; everything else comes from `env` in the run's configuration (passed in a file, never
-on a command line), from the templates, or from the node. `SBATCH_*`, `SRUN_*` and most of `SLURM_*` are left out
-because they silently override the script: a controller inside a job would pass on its own job's shape.
+recorded with the run, and every attempt gets them. A job gets variables that identify the user, find programs,
+libraries and images, and make `module` work; everything else comes from `env` in the run's configuration (passed in a
+file, never on a command line), from the templates, or from the node. `SBATCH_*`, `SRUN_*` and most of `SLURM_*` are
+left out because they silently override the script: a controller inside a job would pass on its own job's shape.
 """
 
 import functools
@@ -27,6 +27,8 @@ _NAMES = frozenset(
         "COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG",
     }
 )  # fmt: skip
+OF_RUNTIMES = frozenset({"SCRATCH", "SQUASH_DIR", "EDF_PATH", "EDF_IMAGESTORE"})
+"""Variables with which container runtimes find environments and images on a node. A container may not have them."""
 _PREFIXES = ("LC_", "LMOD_", "__LMOD_", "ORCH_", "BASH_FUNC_module", "BASH_FUNC_ml", "BASH_FUNC__module_raw")
 
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED|AUTH|JWT", re.IGNORECASE)
@@ -38,7 +40,7 @@ _OF_THE_CONTROLLER = frozenset({"SLURM_CONF", "SLURM_CLUSTERS"})
 
 def passes(name: str) -> bool:
     """Return whether a job sees this variable of the submitting process."""
-    return name in _NAMES or name.startswith(_PREFIXES)
+    return name in _NAMES or name in OF_RUNTIMES or name.startswith(_PREFIXES)
 
 
 def is_always_passed(name: str) -> bool:

@@ -7,7 +7,7 @@ A fragment is shell code with a YAML head between two `#---` lines, each line pr
     # args:
     #   image: {help: what it is}                     a required value
     #   mounts: {help: what it is, default: ""}       an optional value
-    #   modules: {help: names, kind: words}           several words; `path` expands ~
+    #   modules: {help: names, kind: words}           several words; `path` expands ~, also after commas
     #   home: {help: what, pattern: "true|false"}     a value that must match; an empty default need not
     # srun: ["--container-image={{ image }}"]         arguments that render empty are left out
     # python: "apptainer exec {{ image }} {{ python }}"
@@ -222,7 +222,7 @@ def _values(fragment: Fragment, given: Mapping[str, str]) -> dict[str, Any]:
         if argument.kind == "words":
             values[name] = tuple(check_text(key, word) for word in value.split())
         else:
-            values[name] = expand_home(value) if argument.kind == "path" else value
+            values[name] = ",".join(map(expand_home, value.split(","))) if argument.kind == "path" else value
     return values
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from orchestrator.config.yaml_text import format_list_items
 from orchestrator.errors import ConfigError, NotFound
-from orchestrator.scheduler.job_environment import SECRET, passes
+from orchestrator.scheduler.job_environment import OF_RUNTIMES, SECRET, passes
 from orchestrator.submission.from_sbatch import resources
 from orchestrator.submission.from_sbatch.directives import Option, read_directives
 from orchestrator.submission.from_sbatch.launch import RANK_VARIABLES, Launch, Remark, find_launch_line, take_apart
@@ -151,9 +151,10 @@ def _note_unset(found: Conversion, setup: Setup, line: int, environ: Mapping[str
 
 
 def _comes_from_shell(name: str, environ: Mapping[str, str]) -> bool:
-    """Return whether a job has this variable of the submitting shell only if its value is written down."""
+    """Return whether ranks have this variable of the submitting shell only if its value is written down."""
     is_own = name in _SET_BY_BASH or _SET_BY_ORCH.fullmatch(name) is not None or name in RANK_VARIABLES
-    return name in environ and not is_own and not passes(name) and not SECRET.search(name)
+    is_passed = passes(name) and name not in OF_RUNTIMES
+    return name in environ and not is_own and not is_passed and not SECRET.search(name)
 
 
 def _chdir(job: Mapping[str, Option]) -> str:

@@ -11,6 +11,7 @@ import pytest
 from orchestrator.errors import ConfigError
 from orchestrator.scheduler.agent_folder import agent_folder
 from orchestrator.scheduler.interface import JobSpec, Resources
+from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.scheduler.script import mounts_orch, prepare
 
 RUN = "/lustre/me/runs/x-1"
@@ -18,6 +19,8 @@ PYXIS = "github.com/NVIDIA/pyxis README.md, `srun --help`; args.c for NAME:FLAG 
 ENV_PYXIS = "github.com/NVIDIA/pyxis README.md, --container-env"
 APPTAINER = "apptainer.org/docs/user: bind_paths_and_mounts, `src[:dest[:opts]]`"
 IMAGE_BINDS = "apptainer.org/docs/user: bind_paths_and_mounts, Image Mounts, `<image-file>:<dest>:image-src=<source>`"
+HOME = "pyxis args.c, add_mount and slurm_spank_user_init: a path begins with / or ."
+CDI = "docs.nvidia.com container-toolkit, cdi-support: podman run --device nvidia.com/gpu=all; podman has no --gpu"
 GPU = "apptainer.org/docs/user: gpu, --nv and --rocm"
 OVERLAY = "apptainer.org/docs/user: persistent_overlays, --overlay and --writable-tmpfs"
 VARIABLES = "apptainer.org/docs/user: environment_and_metadata, --env"
@@ -71,6 +74,9 @@ ROWS: list[tuple[str, str, int, dict[str, str], str]] = [
      " --no-container-mount-home --no-container-remap-root --no-container-entrypoint --container-unshare=ipc,uts"),
     (PYXIS, "pyxis", 0, {"image": "i", "entrypoint": "true"},
      "--container-image=i --container-mounts={mounts} --no-container-mount-home --container-entrypoint"),
+    (HOME, "pyxis", 0, {"image": "~/x.sqsh", "mounts": "~/d:/d,~/e:/e:ro", "save": "~/y.sqsh"},
+     "--container-image=/home/me/x.sqsh --container-mounts={mounts},/home/me/d:/d,/home/me/e:/e:ro"
+     " --container-save=/home/me/y.sqsh --no-container-mount-home"),
     (APPTAINER, "apptainer", 0, {"image": "/i/a.sif", "binds": "/data:/mnt:ro,/opt"},
      "apptainer exec {bind} --bind /data:/mnt:ro,/opt /i/a.sif"),
     (GPU, "apptainer", 8, {"image": "/i/a.sif"}, "apptainer exec --nv {bind} /i/a.sif"),
@@ -87,6 +93,9 @@ ROWS: list[tuple[str, str, int, dict[str, str], str]] = [
      "podman-hpc run --rm --network=host --ipc=host --pid=host --env 'SLURM_*' --env 'SUBMITIT_*'"
      " --env 'ORCH_*' --env CUDA_VISIBLE_DEVICES --volume {run} --volume {agent} --volume /data:/data:ro --env A=1"
      " --gpu --nccl team/torch:1"),
+    (CDI, "podman-hpc", 4, {"image": "i", "program": "/usr/bin/podman"},
+     "/usr/bin/podman run --rm --network=host --ipc=host --pid=host --env 'SLURM_*' --env 'SUBMITIT_*'"
+     " --env 'ORCH_*' --env CUDA_VISIBLE_DEVICES --volume {run} --volume {agent} --device nvidia.com/gpu=all i"),
     (SHIFTER, "shifter", 4,
      {"image": "docker:team/torch:1", "volumes": "/data:/data:ro", "modules": "gpu", "env": "A=1"},
      "shifter --image=docker:team/torch:1 --volume={run} --volume={agent} --volume=/data:/data:ro --module=gpu"
@@ -97,8 +106,9 @@ ROWS: list[tuple[str, str, int, dict[str, str], str]] = [
 
 @pytest.mark.parametrize(("source", "template", "gpus", "args", "line"), ROWS)
 def test_the_rendered_flags_are_the_documented_ones(
-    source: str, template: str, gpus: int, args: dict[str, str], line: str
+    source: str, template: str, gpus: int, args: dict[str, str], line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
     made = prepare(spec(template, gpus, **args))
     run, mounted = mounts(" ").split()
     words = shlex.split(line.format(mounts=mounts(), bind=bind(), run=run, agent=mounted))
@@ -142,9 +152,25 @@ def test_with_cleanenv_the_variables_of_the_job_enter_the_image(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
+    "name",
+    [
+        "EDF_PATH",  # docs.cscs.ch/software/container-engine/run, EDF search path
+        "EDF_IMAGESTORE",  # the same page, Managing container images
+        "SCRATCH",  # the same page and edf.md: ${SCRATCH} in an EDF; undefined variables are errors
+        "SQUASH_DIR",  # github.com/NERSC/podman-hpc podman_hpc/siteconfig.py: folder of images, else $SCRATCH/storage
+    ],
+)
+def test_a_runtimes_variables_reach_the_job(name: str) -> None:
+    submitter = Submitter.from_environ({name: "/s", "OTHER": "x"})
+    assert submitter.environ({name: "/of/the/controller"})[name] == "/s"
+
+
+@pytest.mark.parametrize(
     ("template", "args"),
     [
         ("pyxis", {"image": "i", "name": "torch:keep"}),
+        ("pyxis", {"image": "i", "name": "/tmp/torch"}),
+        ("pyxis", {"image": "i", "name": "my torch"}),
         ("pyxis", {"image": "i", "unshare": "net"}),
         ("pyxis", {"image": "i", "writable": "yes"}),
         ("pyxis", {"image": "i", "save": "/folder/"}),
@@ -152,6 +178,8 @@ def test_with_cleanenv_the_variables_of_the_job_enter_the_image(tmp_path: Path) 
         ("apptainer", {"image": "i", "squashfs": "/d/c4.sqsh"}),
         ("edf", {"environment": 'a"b'}),
         ("edf", {"environment": "./here.toml"}),
+        ("edf", {"environment": "pytorch.toml"}),
+        ("podman-hpc", {"image": "i", "modules": "nccl mpi"}),
         ("oci", {"bundle": "relative"}),
     ],
 )

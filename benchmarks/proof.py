@@ -4,9 +4,9 @@ Results go to docs/proof.json, and summaries to docs/proof.md and docs/slurm-ver
 
     python -m benchmarks.proof [--again [PATH ...] | --only PATH ...]
 
-This takes hours, so an interrupted or failed run can be continued: `--again` runs the tests that have not passed yet,
-repeats those below the PATHs, and keeps the other results. `--only` runs the tests below the PATHs, and leaves all
-other results, with the dates of their runs, unchanged.
+This takes hours, so every result is written as soon as its test ends, and a run that was interrupted, killed or failed
+can be continued: `--again` runs the tests that have not passed yet, repeats those below the PATHs, and keeps the other
+results. `--only` runs the tests below the PATHs, and leaves all other results, with the dates of their runs, unchanged.
 """
 
 import argparse
@@ -31,9 +31,9 @@ from tests.slurm.suites import CHOICE, GENERATIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "proof.md"
-REPORT = ROOT / "build" / "proof-cases.json"
+REPORT = ROOT / "build" / "proof-cases.jsonl"
 PASSED, CASES = "ORCH_PROOF_PASSED", "ORCH_PROOF_CASES"
-"""Environment variables for the path of the list of tests to deselect, and for that of the cases that pytest writes."""
+"""Environment variables for the path of the list of tests to deselect, and for that of the file that gets the cases."""
 HEAD = """# Proof
 
 Results of the long tests (`make proof`), one row per group. [proof.json](proof.json) has the figures of every test.
@@ -49,7 +49,7 @@ Results of the long tests (`make proof`), one row per group. [proof.json](proof.
 Result = dict[str, Any]
 """A test's result: number of cases, how many of them passed, seconds, date, and figures keyed by name."""
 Case = dict[str, Any]
-"""A run of a test with its parameters: id, passed, seconds, figures (name, text)."""
+"""A run of a test with its parameters: id, passed, seconds, date, figures (name, text)."""
 
 
 def _total(values: list[str]) -> str:
@@ -138,13 +138,12 @@ def results(cases: Iterable[Case]) -> dict[str, Result]:
     tests: dict[str, list[Case]] = {}
     for case in cases:
         tests.setdefault(case["id"].partition("[")[0], []).append(case)
-    today = str(datetime.datetime.now(datetime.UTC).date())
     return {
         name: {
             "cases": len(members),
             "passed": sum(case["passed"] for case in members),
             "seconds": round(sum(case["seconds"] for case in members)),
-            "date": today,
+            "date": max(case["date"] for case in members),
             "figures": figures(members),
         }
         for name, members in tests.items()
@@ -163,31 +162,41 @@ def figures(cases: Iterable[Case]) -> dict[str, int | list[str]]:
 
 
 def earlier(paths: Sequence[str]) -> list[Case]:
-    """Return the cases that passed in the previous run, except those below these paths."""
-    if not REPORT.exists():
-        return []
+    """Return the cases that passed in earlier runs, except those below these paths."""
     starts = tuple(os.path.relpath(path, ROOT) for path in paths)
-    return [case for case in json.loads(REPORT.read_text()) if case["passed"] and not case["id"].startswith(starts)]
+    return [case for case in recorded_cases() if case["passed"] and not case["id"].startswith(starts)]
+
+
+def recorded_cases(offset: int = 0) -> list[Case]:
+    """Return the newest case of each test in the report, from a byte offset on."""
+    cases: dict[str, Case] = {}
+    for line in REPORT.read_bytes()[offset:].splitlines() if REPORT.exists() else ():
+        with contextlib.suppress(ValueError):  # a line that a kill has cut, with the next one appended to it
+            case = json.loads(line)
+            cases[case["id"]] = case
+    return list(cases.values())
 
 
 def run(kept: Iterable[Case], paths: Sequence[str]) -> tuple[int, list[Case]]:
     """Run the tests below `paths`, or all if none are given, except `kept`; return pytest's exit code and its cases."""
+    REPORT.parent.mkdir(exist_ok=True)
+    offset = REPORT.stat().st_size if REPORT.exists() else 0
     with tempfile.TemporaryDirectory() as folder:
-        passed, cases = Path(folder) / "passed", Path(folder) / "cases"
+        passed = Path(folder) / "passed"
         passed.write_text("\n".join(case["id"] for case in kept))
         # A private folder for tests, because other pytest runs clear the default one during this long run.
         words = f"-m pytest -q -n 3 --basetemp={folder}/tests -o timeout=7200 -p benchmarks.proof"
         command = [sys.executable, *words.split(), "-m", "proof or slurm", *paths]
         suites = os.environ.get(CHOICE) or ",".join(GENERATIONS)
-        environment = {**os.environ, PASSED: str(passed), CASES: str(cases), CHOICE: suites}
-        # Ctrl-C also reaches pytest, which then writes its results so far.
-        with contextlib.suppress(KeyboardInterrupt), subprocess.Popen(command, cwd=ROOT, env=environment) as process:
+        environment = {**os.environ, PASSED: str(passed), CASES: str(REPORT), CHOICE: suites}
+        process = subprocess.Popen(command, cwd=ROOT, env=environment)
+        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C also reaches pytest, which then ends its tests
             process.wait()
-        return process.returncode, json.loads(cases.read_text()) if cases.exists() else []
+        return process.wait(), recorded_cases(offset)
 
 
 class CaseRecorder:
-    """Plugin for pytest's main process that writes every case when the session ends."""
+    """Plugin for pytest's main process that writes every case when its test ends."""
 
     def __init__(self) -> None:
         self._cases: dict[str, Case] = {}
@@ -198,9 +207,10 @@ class CaseRecorder:
         case["passed"] = case["passed"] and report.passed
         case["seconds"] += report.duration
         case["figures"] = [(name, str(value)) for name, value in report.user_properties]
-
-    def pytest_sessionfinish(self) -> None:
-        Path(os.environ[CASES]).write_text(json.dumps(list(self._cases.values())))
+        if report.when == "teardown":
+            case["date"] = str(datetime.datetime.now(datetime.UTC).date())
+            with Path(os.environ[CASES]).open("a") as stream:
+                stream.write(json.dumps(case) + "\n")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -221,12 +231,11 @@ def main() -> int:
     which.add_argument("--again", nargs="*", metavar="PATH", help="continue the previous run")
     which.add_argument("--only", nargs="+", metavar="PATH", help="leave all other rows of the page unchanged")
     options = parser.parse_args()
+    if options.again is None and options.only is None:
+        REPORT.unlink(missing_ok=True)
     kept = earlier(options.again) if options.again is not None else []
     code, fresh = run(kept, options.only or [])
     cases = kept + fresh
-    if not options.only:
-        REPORT.parent.mkdir(exist_ok=True)
-        REPORT.write_text(json.dumps(cases))
     passed = write_page((saved_results() if options.only else {}) | results(cases))
     print(f"{passed}; written to {PAGE.relative_to(ROOT)} and {PAGE.with_suffix('.json').name}")
     return 0 if code == pytest.ExitCode.NO_TESTS_COLLECTED and cases else int(code)

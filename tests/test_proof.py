@@ -35,7 +35,7 @@ def test_a_continued_run_repeats_failed_tests_only_whatever_their_names(
     (tmp_path / "test_cases.py").write_text(CASES)
     (tmp_path / "docs").mkdir()
     monkeypatch.setenv("PYTHONPATH", str(proof.ROOT))
-    for name, value in (("ROOT", "."), ("PAGE", "docs/proof.md"), ("REPORT", "build/cases.json")):
+    for name, value in (("ROOT", "."), ("PAGE", "docs/proof.md"), ("REPORT", "build/cases.jsonl")):
         monkeypatch.setattr(proof, name, tmp_path / value)
 
     def continue_run(*arguments: str) -> tuple[int, str]:
@@ -49,6 +49,19 @@ def test_a_continued_run_repeats_failed_tests_only_whatever_their_names(
     assert continue_run("--again") == (0, "- result: 2 of 2 passed")
     assert (tmp_path / "one").read_text() == "x"
     assert proof.saved_results()["test_cases.py::test_one"]["figures"] == {"kills": 3}
+
+
+def test_the_report_of_a_killed_run_keeps_the_tests_that_had_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof, "REPORT", tmp_path / "cases.jsonl")
+    failed, mended, cut, after = (
+        json.dumps(case_with(name) | {"passed": passed})
+        for name, passed in (("test_a", False), ("test_a", True), ("test_b", True), ("test_c", True))
+    )
+    proof.REPORT.write_text(f"{failed}\n{mended}\n{cut[:20]}{after}\n{after}\n")
+    assert [case["id"].rpartition("::")[2] for case in proof.earlier([])] == ["test_a", "test_c"]
+    assert proof.recorded_cases(len(failed) + len(mended) + 2) == [json.loads(after)]
 
 
 def test_a_partial_run_keeps_the_other_results_and_dates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +87,8 @@ def test_a_partial_run_keeps_the_other_results_and_dates(tmp_path: Path, monkeyp
 def case_with(name: str = "test_figures", **figures: str) -> dict[str, Any]:
     """Return a passed case on Slurm."""
     found = list(figures.items())
-    return {"id": f"tests/slurm/test_runs.py::{name}", "passed": True, "seconds": 2.0, "figures": found}
+    known = {"passed": True, "seconds": 2.0, "date": "2026-01-02"}
+    return {"id": f"tests/slurm/test_runs.py::{name}", **known, "figures": found}
 
 
 def test_figures_of_all_cases_are_added_up_or_listed() -> None:

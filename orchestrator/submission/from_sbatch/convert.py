@@ -4,21 +4,31 @@ import json
 import os
 import re
 import shlex
+import stat
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from orchestrator.config.yaml_text import format_list_items
 from orchestrator.errors import ConfigError, NotFound
 from orchestrator.scheduler.job_environment import OF_RUNTIMES, SECRET, passes
 from orchestrator.submission.from_sbatch import resources
-from orchestrator.submission.from_sbatch.directives import Option, read_directives
+from orchestrator.submission.from_sbatch.directives import Option, read_directives, refuse_components
 from orchestrator.submission.from_sbatch.launch import RANK_VARIABLES, Launch, Remark, find_launch_line, take_apart
 from orchestrator.submission.from_sbatch.resources import Conversion
 from orchestrator.submission.from_sbatch.setup_lines import Setup, read_setup, script_values
-from orchestrator.submission.from_sbatch.shell_text import assignment, expand, read_lines, references, unquote
+from orchestrator.submission.from_sbatch.shell_text import (
+    assignment,
+    expand,
+    names_set_to_default,
+    names_with_default,
+    needed_references,
+    read_lines,
+    references,
+    unquote,
+)
 
 _LARGEST = 1 << 20
 _LOGIN = re.compile(r"#!.*\b(?:bash|sh)\s+(?:-\w*l\w*|--login)\b")
@@ -48,6 +58,7 @@ class ConvertedScript:
 def convert(script: Path, environ: Mapping[str, str]) -> ConvertedScript:
     """Convert a script. Raises ConfigError if it is no shell script, or no single line of it starts the training."""
     text = read_script(script)
+    refuse_components(text, str(script))
     lines, found = read_lines(text), Conversion()
     values = script_values(lines, before=len(text))
     candidate = find_launch_line(lines, values, str(script))
@@ -84,7 +95,7 @@ def read_script(script: Path) -> str:
     hint = "name the script that you give to sbatch"
     try:
         if not script.is_file():
-            raise NotFound(f"no such file: {script}", hint=hint)
+            _refuse_path(script, hint)
         if script.stat().st_size > _LARGEST:
             raise ConfigError("is larger than 1 MiB, so not a job script", where=str(script), hint=hint)
         text = script.read_text()
@@ -100,6 +111,22 @@ def read_script(script: Path) -> str:
         what = f"bash cannot read it: {done.stderr.strip().splitlines()[0]}"
         raise ConfigError(what, where=str(script), hint=f"`bash -n {shlex.quote(str(script))}` shows the error")
     return text
+
+
+_KINDS: Mapping[int, str] = {
+    stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}  # fmt: skip
+"""Kinds of files that are no script. A pipe can be read only once, and the configuration is named after the script."""
+
+
+def _refuse_path(script: Path, hint: str) -> NoReturn:
+    """Raise NotFound if there is no such path, and otherwise ConfigError."""
+    try:
+        kind = _KINDS.get(stat.S_IFMT(script.stat().st_mode), "a special file")
+    except FileNotFoundError as error:
+        raise NotFound(f"no such file: {script}", hint=hint) from error
+    raise ConfigError(f"is {kind}, not a file with a job script", where=str(script), hint=hint)
 
 
 def _set_program(found: Conversion, launch: Launch, setup: Setup, program: list[str]) -> None:
@@ -142,8 +169,9 @@ def _note_unset(found: Conversion, setup: Setup, line: int, environ: Mapping[str
     command = found.settings["command",].value
     text = "\n".join([*setup.lines, command[2] if command[:2] == ["bash", "-c"] else ""])
     assigned = {*re.findall(r"\b([A-Za-z_]\w*)=", text), *re.findall(r"\b(?:for|read)\s+(\w+)", text), *setup.env}
-    known = assigned | RANK_VARIABLES | _SET_BY_BASH | set(environ)
-    for name in sorted(references(text) - known):
+    known = assigned | names_set_to_default(text) | RANK_VARIABLES | _SET_BY_BASH | set(environ)
+    arguments = {name for name in references(text) if name.isdigit()}
+    for name in sorted((needed_references(text) | arguments) - known):
         if _SET_BY_ORCH.fullmatch(name):
             continue
         why = "is an argument of the script, which is not known here" if name.isdigit() else "is not set in this shell"
@@ -166,7 +194,7 @@ def _chdir(job: Mapping[str, Option]) -> str:
 def _setup_text(script: Path, setup: Setup, environ: Mapping[str, str], folder: str) -> str:
     """Return the setup file, which is a template as orchestrator/scheduler/script.py describes it."""
     text = "\n".join(setup.lines)
-    assigned = set(re.findall(r"\b([A-Za-z_]\w*)=", text))
+    assigned = set(re.findall(r"\b([A-Za-z_]\w*)=", text)) - names_with_default(text)
     from_shell = sorted(name for name in references(text) - assigned if _comes_from_shell(name, environ))
     exports = [f"export {name}={shlex.quote(environ[name])}" for name in from_shell]
     here = shlex.quote(os.getcwd())

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from orchestrator.errors import ConfigError
 from orchestrator.submission.from_sbatch.shell_text import Incomplete, tokenize, unquote
 
 LONG_NAMES = {
@@ -32,6 +33,7 @@ _OPTIONAL_VALUE = frozenset(
 )  # fmt: skip
 """Options whose value, if any, follows an equals sign."""
 _LINE = re.compile(r"#SBATCH(?=\s)(.*)")
+_COMPONENT = re.compile(r"#SBATCH\s+(?:hetjob|packjob)\s*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,15 @@ def read_options(words: list[str], line: int) -> tuple[list[Option], list[str]]:
                 word = f"{word} {given}"
         found.append(Option(name=name, value=plain_text(given) if given else None, line=line, text=word))
     return found, rest[1:] if rest[:1] == ["--"] else rest
+
+
+def refuse_components(text: str, where: str) -> None:
+    """Raise ConfigError for a heterogeneous job: its components have directives of their own."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if _COMPONENT.fullmatch(line):
+            what = f"`{line.strip()}` begins another component of a heterogeneous job, but a run has nodes of one kind"
+            hint = "keep the directives of one component in a copy of the script"
+            raise ConfigError(what, where=f"{where}:{number}", hint=hint)
 
 
 def read_directives(text: str) -> Iterator[Option]:

@@ -115,6 +115,11 @@ def find_launch_line(lines: Sequence[ShellLine], values: Mapping[str, str], wher
         what = "the line that starts the training is inside a loop, a condition, a function or a group"
         hint = "move it out of that in a copy of the script; orch repeats a failed run itself"
         raise ConfigError(what, where=f"{where}:{best[0].line.number}", hint=hint)
+    plain = plain_words(best[0].command)
+    if ":" in plain and (launcher := find_launcher(plain).name) in _TASKS:
+        what = f"{launcher} starts several programs, one after each `:`, but a run has one"
+        hint = "keep one of them in a copy of the script; the others can be runs of their own"
+        raise ConfigError(what, where=f"{where}:{best[0].line.number}", hint=hint)
     return best[0]
 
 

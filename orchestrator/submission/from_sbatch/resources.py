@@ -273,16 +273,23 @@ def _set_limits(found: Conversion, options: Mapping[str, Option]) -> None:
         value = f"{option.value}M" if option.value.isdigit() and option.value != "0" else option.value
         found.set("cluster.mem", value, option)
     if (option := options.get("time")) is not None and option.value:
-        value = option.value
-        if value.isdigit():  # Slurm's minutes
-            value = f"{int(value) // 60}:{int(value) % 60:02}:00"
-        try:
-            time_spans.seconds(value)
-            found.set("cluster.time", value, option)
-        except ValueError:
-            found.unclear.append(Remark(option.line, option.text, "is not a time limit in Slurm's notation"))
+        _set_time(found, option, option.value)
     else:
         found.open_keys.setdefault("cluster.time", "the script has no --time, and orch's own default is an hour")
+
+
+def _set_time(found: Conversion, option: Option, value: str) -> None:
+    try:
+        seconds = 0 if time_spans.is_no_limit(value) else time_spans.seconds(value)
+    except ValueError:
+        found.unclear.append(Remark(option.line, option.text, "is not a time limit in Slurm's notation"))
+        return
+    if seconds == 0:  # Slurm's notation for no limit
+        why = f"{option.text} asks for no limit, and a run of orch needs one (`sinfo -o '%P %l'` shows the longest)"
+        found.open_keys["cluster.time"] = why
+        return
+    minutes = int(value) if value.isdigit() else 0
+    found.set("cluster.time", f"{minutes // 60}:{minutes % 60:02}:00" if minutes else value, option)
 
 
 def _read_container(found: Conversion, option: Option, container: tuple[str, str, str]) -> None:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple
 
 from orchestrator.scheduler.job_environment import SECRET
@@ -11,10 +12,13 @@ from orchestrator.submission.from_sbatch.launch import RANK_VARIABLES, LaunchLin
 from orchestrator.submission.from_sbatch.shell_text import (
     Incomplete,
     ShellLine,
+    Token,
     assignment,
     expand,
+    names_set_to_default,
     pieces,
     references,
+    simple_commands,
     tokenize,
     unescape,
     unquote,
@@ -37,6 +41,9 @@ LOGIN_SHELL = (
     'for file in ~/.bash_profile ~/.bash_login ~/.profile; do if [ -r "$file" ]; then . "$file"; break; fi; done',
 )
 _PATHS = frozenset({"PATH", "PYTHONPATH"})
+_SUBSHELL = Token("(", is_operator=True)
+_STACK_PLACE = re.compile(r"[+-]")
+"""Beginning of an option of `pushd`, or of a number that names an entry of its stack."""
 
 
 @dataclass(kw_only=True)
@@ -45,7 +52,8 @@ class Setup:
 
     lines: list[str] = field(default_factory=list)
     env: dict[str, tuple[str, int, str]] = field(default_factory=dict)  # name -> value, line, text
-    folders: list[str] = field(default_factory=list)  # arguments of `cd`, in order
+    folders: list[str] = field(default_factory=list)  # folders to enter from the submit folder, in order
+    stack: list[list[str]] = field(default_factory=list)  # folders before each `pushd`
     selects_python: bool = False
     left_out: list[Remark] = field(default_factory=list)
     unclear: list[Remark] = field(default_factory=list)
@@ -141,16 +149,16 @@ def _sort_line(setup: Setup, line: ShellLine) -> list[_Kept]:
         setup.selects_python |= bool(set(words) & _ENVIRONMENTS)
         return [_Kept(line.number, line.text, True)]
     names = {name for name, _ in _assignments(line)}
+    if _follow_folders(setup, line):
+        commands = {tokens[0].raw for _, tokens in simple_commands(line.tokens)}
+        setup.selects_python |= bool(commands & _ENVIRONMENTS)
+        return [_Kept(line.number, line.text, False)]
     if names and names <= RANK_VARIABLES:
         reason = "orch sets it for every rank"
     elif first in _PRINTS or words[:2] in (["module", "list"], ["ml", "list"]):
         reason = "prints only"
     elif first in ("sbatch", "scancel", "exit", "wait"):
         reason = "orch submits the next job, and ends jobs, itself"
-    elif first == "cd" and len(words) > 1:
-        if "SLURM_SUBMIT_DIR" not in line.words[1] or "/" in line.words[1]:
-            setup.folders.append(line.words[1])
-        return [_Kept(line.number, line.text, False)]
     elif first in ("srun", "trap"):
         why = (
             "another step of the job is not run" if first == "srun" else "orch sends SIGTERM to ranks, not to a script"
@@ -162,6 +170,35 @@ def _sort_line(setup: Setup, line: ShellLine) -> list[_Kept]:
         return []
     setup.selects_python |= first in _ENVIRONMENTS or bool(names & _PATHS)
     return [_Kept(line.number, line.text, False)]
+
+
+def _follow_folders(setup: Setup, line: ShellLine) -> bool:
+    """Follow the commands of a line that change the folder outside a subshell; return whether there are any."""
+    found, outside = False, takewhile(lambda token: token != _SUBSHELL, line.tokens)
+    for operator, tokens in simple_commands([*outside]):
+        raw = [token.raw for token in takewhile(lambda token: not token.redirects, tokens)]
+        if raw[:1] not in (["cd"], ["pushd"], ["popd"]) or operator in ("||", "|"):
+            continue
+        found = True
+        name, *arguments = raw
+        if name == "cd" and len(arguments) == 1 and arguments[0] != "-":
+            _enter(setup, arguments[0])
+        elif name == "pushd" and len(arguments) == 1 and not _STACK_PLACE.match(arguments[0]):
+            setup.stack.append([*setup.folders])
+            _enter(setup, arguments[0])
+        elif name == "popd" and not arguments and setup.stack:
+            setup.folders = setup.stack.pop()
+        else:
+            why = "ranks do not follow this change of the folder; write `cd FOLDER`"
+            setup.unclear.append(Remark(line.number, " ".join(raw), why))
+    return found
+
+
+def _enter(setup: Setup, folder: str) -> None:
+    """Note a folder. The one from which the job was submitted is where ranks begin."""
+    if "SLURM_SUBMIT_DIR" in folder and "/" not in folder and not setup.folders:
+        return
+    setup.folders.append(folder)
 
 
 def _drop_unused(setup: Setup, kept: list[_Kept], command: str, values: Mapping[str, str]) -> list[_Kept]:
@@ -206,6 +243,7 @@ def _move_exports(setup: Setup, texts: list[_Kept], command: str) -> None:
             setup.env |= {name: (str(value), number, text) for name, value in values.items()}
             continue
         (exported if tokens[0].raw == "export" else plain).update(values)
+        plain |= names_set_to_default(text)
         setup.lines.append(text)
     if missing := sorted((plain - exported) & references(command)):
         setup.lines.append(f"export {' '.join(missing)}")

@@ -19,6 +19,9 @@ _BEFORE_COMMAND = frozenset({"then", "do", "else", "elif", "!", "time", *_OPENS}
 _HERE_DOCUMENT = re.compile(r"<<-?[ \t]*(\\?[\w.]+|'[^']+'|\"[^\"]+\")")
 _VARIABLE = re.compile(r"\$\w+")
 _REFERENCE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
+_WITH_DEFAULT = re.compile(r"(?<!\\)\$\{(\w+):?[-=+]")
+_SET_DEFAULT = re.compile(r"(?<!\\)\$\{(\w+):?=")
+_OR_DEFAULT = re.compile(r"\$\{(\w+):?[-=].*\}", re.DOTALL)
 _ARITHMETIC = re.compile(r"\$\(\(\s*(\d+)\s*([*/+-])\s*(\d+)\s*\)\)")
 _NAME_REFERENCES = re.compile(r"(?<!\\)\$\{?#?(\w+)|\$\(\(([^()]*)\)\)")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\+?=(.*)", re.DOTALL)
@@ -242,7 +245,10 @@ def unquote(raw: str) -> str | None:
 
 
 def expand(text: str, values: Mapping[str, str], *, quoted: bool = False) -> str:
-    """Replace references to known variables, and arithmetic on two whole numbers. `quoted`: inside double quotes."""
+    """Replace references to known variables, and arithmetic on two whole numbers.
+
+    `${NAME:-TEXT}` is such a reference if NAME is known. `quoted`: the text is inside double quotes.
+    """
     found = []
     for piece in pieces(text, quoted=quoted):
         if piece.startswith("$(("):
@@ -250,6 +256,8 @@ def expand(text: str, values: Mapping[str, str], *, quoted: bool = False) -> str
             found.append(_ARITHMETIC.sub(_calculate, named))
         elif match := _REFERENCE.fullmatch(piece):
             found.append(values.get(match[1] or match[2], piece))
+        elif match := _OR_DEFAULT.fullmatch(piece):
+            found.append(values.get(match[1]) or piece)
         elif piece[0] == '"' and len(piece) > 1:
             found.append(f'"{expand(piece[1:-1], values, quoted=True)}"')
         else:
@@ -276,3 +284,18 @@ def references(text: str) -> set[str]:
     for name, arithmetic in _NAME_REFERENCES.findall(text):
         found |= {name} if name else set(re.findall(r"[A-Za-z_]\w*", arithmetic))
     return found
+
+
+def needed_references(text: str) -> set[str]:
+    """Return the names of variables to which shell text refers without a default for an unset one."""
+    return references(_WITH_DEFAULT.sub("", text))
+
+
+def names_with_default(text: str) -> set[str]:
+    """Return the names of variables for which shell text has a default: `${NAME:-TEXT}`."""
+    return set(_WITH_DEFAULT.findall(text))
+
+
+def names_set_to_default(text: str) -> set[str]:
+    """Return the names of variables that shell text sets if they are unset: `${NAME:=TEXT}`."""
+    return set(_SET_DEFAULT.findall(text))

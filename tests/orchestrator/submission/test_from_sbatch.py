@@ -76,6 +76,10 @@ REFUSED = [
     ("for x in 1 2; do\n  srun python a.py\ndone", "inside a loop"),
     ("if true; then srun python a.py; fi", "inside a loop"),
     ("srun python 'a.py", "bash cannot read it"),
+    ("#SBATCH hetjob\n#SBATCH -N 2\nsrun python a.py", r"`#SBATCH hetjob` begins another component"),
+    ("#SBATCH packjob \nsrun python a.py", r"`#SBATCH packjob` begins another component"),
+    ("srun -n 1 python a.py : -n 3 python b.py", "srun starts several programs, one after each `:`"),
+    ("srun ./server : ./client", "srun starts several programs, one after each `:`"),
 ]
 
 
@@ -128,6 +132,11 @@ def test_a_file_that_is_no_shell_script_is_refused(here: Path) -> None:
     (here / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="not a text file"):
         convert(here / "binary", SHELL)
+    os.mkfifo(here / "pipe")
+    for path, kind in ((here / "pipe", "a pipe"), (here, "a folder"), (Path("/dev/null"), "a device")):
+        with pytest.raises(ConfigError, match=f"is {kind}, not a file with a job script") as caught:
+            convert(path, SHELL)
+        assert caught.value.where == str(path)
 
 
 def test_the_environment_of_the_program_is_the_one_of_the_script(here: Path) -> None:
@@ -203,7 +212,8 @@ def quote(word: str, chance: random.Random) -> str:
 
 def test_variables_are_filled_in_as_bash_does() -> None:
     values = {"A": "x", "N": "3", "M": "4"}
-    assert expand("$A ${A}y '$A' \"$A '$A'\" \\$A $B ${A:-z}", values) == "x xy '$A' \"x 'x'\" \\$A $B ${A:-z}"
+    assert expand("$A ${A}y '$A' \"$A '$A'\" \\$A $B ${A:-z}", values) == "x xy '$A' \"x 'x'\" \\$A $B x"
+    assert expand("${B:-z} ${A:+z} ${A:-$(b)}", values) == "${B:-z} ${A:+z} x"
     assert expand("$((N * M)) $((M/N)) $(($N-1)) $((N+Q))", values) == "12 1 2 $((3+Q))"
 
 
@@ -229,3 +239,68 @@ def test_setup_lines_run_in_the_folder_of_chdir(here: Path) -> None:
 def test_a_launch_line_inside_something_on_one_line_is_refused(line: str) -> None:
     with pytest.raises(ConfigError, match="inside a loop, a condition, a function or a group"):
         one_line(f"{line}\n")
+
+
+@pytest.mark.parametrize("limit", ["0", "0:00", "UNLIMITED", "-1"])
+def test_a_job_without_a_time_limit_leaves_the_key_open(limit: str) -> None:
+    made = one_line("python train.py", f"#SBATCH -N 1 -t {limit}\n")
+    assert made.open_keys["cluster.time"].startswith(f"-t {limit} asks for no limit")
+    assert " time:" not in made.config
+    assert made.unclear == ()
+
+
+FOLDERS = [
+    ("pushd sub", ["sub"]),
+    ("pushd sub > /dev/null\npython prepare.py; popd", []),
+    ("cd a && pushd b; cd c\npopd", ["a"]),
+    ("echo begin; cd sub", ["sub"]),
+    ("cd sub || exit 1", ["sub"]),
+    ("(cd build && make)", []),
+    ("cd /scratch; cd $SLURM_SUBMIT_DIR", ["/scratch", "$SLURM_SUBMIT_DIR"]),
+]
+
+
+@pytest.mark.parametrize(("lines", "folders"), FOLDERS)
+def test_ranks_begin_in_the_folder_that_the_script_has_entered(lines: str, folders: list[str]) -> None:
+    made = one_line(f"{lines}\nsrun python train.py")
+    entered = "".join(f"cd {folder} && " for folder in folders)
+    assert (f'"{entered}exec python train.py"' in made.config) == bool(folders), made.config
+    assert made.unclear == ()
+
+
+@pytest.mark.parametrize("line", ["pushd +1", "popd", "cd -", "pushd"])
+def test_a_change_of_the_folder_that_ranks_do_not_follow_is_pointed_out(line: str) -> None:
+    made = one_line(f"{line}\nsrun python train.py")
+    assert [(item.text, "write `cd FOLDER`" in item.why) for item in made.unclear] == [(line, True)]
+
+
+@pytest.mark.parametrize("shell", [{}, {"LR": "5", "OUT": "here"}], ids=["unset", "set"])
+@pytest.mark.parametrize(
+    "tail",
+    [
+        "python train.py ${LR:-1e-4} ${OUT-$SCRATCH/out}",
+        "LR=${LR:-1e-4}\nexport OUT=${OUT:-out}\npython train.py $LR $OUT",
+        ': ${LR:=1e-4}\npython train.py $LR "${OUT:=a b}"',
+    ],
+)
+def test_defaults_of_variables_give_what_bash_gives(here: Path, tail: str, shell: dict[str, str]) -> None:
+    """Neither a wrong value nor a warning: the job's setup and the rank's command against the script itself."""
+    program = here / "bin" / "python"
+    program.parent.mkdir()
+    program.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    program.chmod(0o755)
+    environ = {"PATH": f"{program.parent}:/usr/bin:/bin", "SCRATCH": "/scratch/me", **shell}
+    (here / "job.sh").write_text(f"#!/bin/bash\n#SBATCH -N 1 -t 60\n{tail}\n")
+    made = convert(here / "job.sh", environ)
+    (here / "job.yaml").write_text(made.config)
+    (here / "job.setup.sh").write_text(made.setup)
+    config = compose("./job.yaml").config
+    setup = made.setup.replace("{% raw %}", "").replace("{% endraw %}", "").replace("{{ run_dir }}", str(here))
+    job = {"PATH": environ["PATH"], **config.env}
+    rank = ["bash", "-c", f'{setup}\nexec "$@"', "job", *config.command]
+    found, wanted = (
+        subprocess.run(words, env=given, capture_output=True, text=True, check=True).stdout
+        for words, given in ((rank, job), (["bash", "job.sh"], environ))
+    )
+    assert found == wanted
+    assert made.unclear == ()

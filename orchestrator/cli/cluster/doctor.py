@@ -29,13 +29,13 @@ from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, size
 from orchestrator.config.budgets_config import BudgetConfig
 from orchestrator.config.compose import compose
-from orchestrator.errors import OrchError, Precondition, RegistryError
+from orchestrator.errors import OrchError, Precondition, RegistryError, SlurmUnreachable
 from orchestrator.home import registry_path, state_home
 from orchestrator.registry import file_systems, versions
 from orchestrator.scheduler.available_schedulers import kinds
 from orchestrator.scheduler.container_check import container_problems
 from orchestrator.scheduler.interface import Resources
-from orchestrator.scheduler.slurm.command_output import run_command, unreachable
+from orchestrator.scheduler.slurm.command_output import require_configuration, run_command, unreachable
 from orchestrator.scheduler.slurm.node_capacity import (
     NODES,
     PARTITIONS,
@@ -213,15 +213,16 @@ def slurm(
     if missing:
         yield Check("slurm", FAIL, f"Slurm is installed without {', '.join(missing)}", "put Slurm's bin folder on PATH")
         return
-    if (named := os.environ.get("SLURM_CONF")) and not os.path.isfile(named):
-        hint = "unset SLURM_CONF, or name the file with Slurm's configuration"
-        yield Check("slurm", FAIL, f"SLURM_CONF={named}: no such file, so no Slurm command works", hint)
+    try:
+        require_configuration(os.environ)
+    except SlurmUnreachable as error:
+        yield Check("slurm", FAIL, error.what, error.hint)
         return
     try:
         version, settings = ask(["sbatch", "--version"]).strip(), parse_config(ask(["scontrol", "show", "config"]))
     except OrchError as error:
         level = FAIL if wanted else WARN
-        yield Check("slurm", level, error.what, "`scontrol ping` shows when it answers; meanwhile runs can be local")
+        yield Check("slurm", level, error.what, f"{error.hint}; meanwhile runs can be local")
         return
     name = settings.get("ClusterName", "?")
     yield Check("slurm", OK, f"{version}, cluster {name}")

@@ -17,7 +17,7 @@ from orchestrator.config.layers import user_file
 from orchestrator.config.yaml_text import format_list_items
 from orchestrator.errors import ConfigError, Precondition
 from orchestrator.registry import file_systems
-from orchestrator.scheduler.slurm.command_output import require
+from orchestrator.scheduler.slurm.command_output import require, require_configuration
 from orchestrator.scheduler.slurm.site_survey import Partition, SiteSurvey, survey
 
 _SHARED_VARIABLES = ("SCRATCH", "PSCRATCH", "WORK", "PROJECT")
@@ -41,6 +41,7 @@ def init(screen: Screen, yes: bool, only_print: bool) -> int:
     and kept as config.yaml.old. The exit code is 4 on a machine without Slurm: there, orch needs no settings.
     """
     require("sbatch")
+    require_configuration(os.environ)
     file, user = user_file(os.environ), getpass.getuser()
     found = survey(user)
     if not found.partitions:

@@ -405,10 +405,12 @@ NO_CONTACT = (
     "connection refused", "zero bytes were transmitted or received", "connection timed out", "protocol authentication",
     "problem talking to the database", "connection reset", "communication connection failure",
     "message receive failure", "slurm controller is in standby", "unable to establish", "lost connection",
-    "slurm backup controller",
+    "slurm backup controller", "could not establish a configuration source",
 )  # fmt: skip
 """Messages that Slurm's clients print when they get no answer."""
 
+_ASK_AGAIN = "nothing was assumed; `scontrol ping` shows when Slurm is back"
+_CONFIGURE = "work on a login node of the cluster, or `export SLURM_CONF=FILE`"
 _OWN_OPTIONS = ("SQUEUE_", "SACCT_", "SCANCEL_", "SBATCH_", "SINFO_", "SCONTROL_")
 
 
@@ -425,6 +427,14 @@ def require(program: str) -> None:
             f"{program} is not on PATH: there is no Slurm on this machine",
             hint="work on a login node of the cluster, or use cluster.kind=local",
         )
+
+
+def require_configuration(environ: Mapping[str, str]) -> None:
+    """Raise SlurmUnreachable if SLURM_CONF names a missing file: every command would wait a minute for it."""
+    named = environ.get("SLURM_CONF", "")
+    if named and not os.path.isfile(named):
+        what = f"SLURM_CONF={named}: no such file, so no Slurm command works"
+        raise SlurmUnreachable(what, hint="unset SLURM_CONF, or name the file with Slurm's configuration")
 
 
 def run_command(
@@ -459,10 +469,16 @@ def no_contact(text: str) -> bool:
     return any(words in lowered for words in NO_CONTACT)
 
 
+_CAUSES = (
+    ("unable to contact slurm controller", "slurmctld does not answer", _ASK_AGAIN),
+    ("could not establish a configuration source", "it finds no slurm.conf on this host", _CONFIGURE),
+)
+"""Part of a client's message, its meaning, and the hint; the first one found decides."""
+
+
 def unreachable(program: str, text: str) -> SlurmUnreachable:
     """Return the error for a command without a usable answer, with its message."""
-    words = cut(" ".join(text.split()), 300) or "no message"
-    return SlurmUnreachable(
-        f"{program} got no usable answer from Slurm: {words}",
-        hint="nothing was assumed; `scontrol ping` shows when Slurm is back",
-    )
+    lowered = text.lower()
+    known = next(((why, hint) for part, why, hint in _CAUSES if part in lowered), None)
+    why, hint = known or (cut(" ".join(text.split()), 300) or "no message", _ASK_AGAIN)
+    return SlurmUnreachable(f"{program} got no usable answer from Slurm: {why}", hint=hint)

@@ -5,10 +5,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from orchestrator.errors import SlurmUnreachable
 from orchestrator.scheduler.interface import Resources
-from orchestrator.scheduler.slurm.command_output import UnreadableField, expand_nodes, run_command
-from trainer.protocol.cut_text import cut
+from orchestrator.scheduler.slurm.command_output import UnreadableField, expand_nodes, run_command, unreachable
 
 ANSWER_WITHIN = 10.0
 NODES = ("sinfo", "-h", "-a", "-N", "-o", "%N|%P|%c|%m|%G|%T")
@@ -71,7 +69,7 @@ def known_nodes() -> list[NodeCapacity]:
 def _answer(command: Sequence[str]) -> str:
     done = run_command(list(command), ANSWER_WITHIN)
     if done.returncode != 0:
-        raise SlurmUnreachable(f"sinfo failed: {cut(done.stderr.strip(), 200)}")
+        raise unreachable(command[0], done.stderr)
     return done.stdout
 
 

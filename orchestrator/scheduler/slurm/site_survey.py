@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from orchestrator.errors import SlurmUnreachable
-from orchestrator.scheduler.slurm.command_output import run_command
+from orchestrator.scheduler.slurm.command_output import run_command, unreachable
 from orchestrator.scheduler.slurm.node_capacity import count_gpus
 
 ANSWER_WITHIN = 10.0
@@ -79,7 +79,7 @@ def survey(user: str) -> SiteSurvey:
 def _answer(command: Sequence[str]) -> str:
     done = run_command(list(command), ANSWER_WITHIN)
     if done.returncode != 0:
-        raise SlurmUnreachable(f"{command[0]} failed: {' '.join(done.stderr.split())[:200]}")
+        raise unreachable(command[0], done.stderr)
     return done.stdout
 
 

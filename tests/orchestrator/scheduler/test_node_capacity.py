@@ -223,7 +223,7 @@ def test_nodes_in_service_that_have_what_is_asked(
 
 def test_a_slurm_that_does_not_answer_is_no_empty_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_capacity, "run_command", lambda command, timeout: Failed())
-    with pytest.raises(SlurmUnreachable, match="sinfo failed: slurm_load_partitions: Unable to contact"):
+    with pytest.raises(SlurmUnreachable, match="sinfo got no usable answer from Slurm: slurmctld does not answer"):
         node_capacity.usable_nodes(Resources(nodes=1), frozenset())
 
 

@@ -37,7 +37,8 @@ def clients(tmp_path: Path, monkeypatch: Patch) -> Path:
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    monkeypatch.delenv("SCRATCH", raising=False)
+    for name in ("SCRATCH", "SLURM_CONF"):
+        monkeypatch.delenv(name, raising=False)
     return folder
 
 
@@ -104,6 +105,46 @@ def test_without_slurm_the_reason_is_given(orch: Type, monkeypatch: Patch) -> No
     monkeypatch.setenv("PATH", "/nonexistent")
     said = orch("init", "-y")
     assert (said.code, "there is no Slurm on this machine" in said.err) == (4, True)
+
+
+NO_SOURCE = """\
+sinfo: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host
+sinfo: error: fetch_config: DNS SRV lookup failed
+sinfo: error: _establish_config_source: failed to fetch config
+sinfo: fatal: Could not establish a configuration source
+"""
+NO_SERVER = """\
+sinfo: error: _fetch_child: failed to fetch remote configs: Unable to contact slurm controller (connect failure)
+sinfo: error: _establish_config_source: failed to fetch config
+sinfo: fatal: Could not establish a configuration source
+"""
+
+
+@pytest.mark.parametrize(
+    ("stderr", "why", "hint"),
+    [
+        (NO_SOURCE, "it finds no slurm.conf on this host", "export SLURM_CONF=FILE"),
+        (NO_SERVER, "slurmctld does not answer", "scontrol ping"),
+    ],
+    ids=["no-source", "no-server"],
+)
+def test_an_unreachable_slurm_is_one_clear_line(orch: Type, clients: Path, stderr: str, why: str, hint: str) -> None:
+    """The messages are those of Slurm 22.05 without a configuration and with a server that is down."""
+    (clients / "sinfo").write_text(f"#!/bin/sh\ncat >&2 <<'E'\n{stderr}E\nexit 1\n")
+    said = orch("init", "-y")
+    first, second = said.err.splitlines()
+    assert (said.code, first) == (5, f"error: sinfo got no usable answer from Slurm: {why}")
+    assert hint in second
+
+
+def test_a_configuration_file_that_is_missing_is_named_at_once(
+    orch: Type, clients: Path, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """Slurm's commands wait a minute for it."""
+    (clients / "sinfo").write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "gone.conf"))
+    said = orch("init", "-y")
+    assert (said.code, f"SLURM_CONF={tmp_path}/gone.conf: no such file" in said.err) == (5, True)
 
 
 def test_accounting_that_does_not_answer_leaves_the_account_out(orch: Type, clients: Path) -> None:

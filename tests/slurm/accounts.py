@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from orchestrator.scheduler.slurm.fair_share import SEPARATOR, SPRIO_FORMAT, SSHARE_FIELDS
+from orchestrator.scheduler.slurm.fair_share import SPRIO_FORMAT, SSHARE_FIELDS
 
 CONF = """
 PriorityType=priority/multifactor
@@ -100,7 +100,6 @@ def record(ask: Ask) -> dict[str, Any]:
         found[name] = {
             "job": job, "reason": reason,
             **{key: {"exit": one.returncode, "out": one.stdout, "err": one.stderr} for key, one in answers.items()},
-            "squeue": ask("squeue", "-h", "-a", "-t", "PD", "-p", "low", "-o", f"%i{SEPARATOR}%Q").stdout,
         }  # fmt: skip
         end_waits(ask)
     return found

@@ -16,15 +16,15 @@ SSHARE_FIELDS = ("Account", "User", "NormShares", "EffectvUsage", "FairShare")
 
 @dataclass(frozen=True, kw_only=True)
 class JobPriority:
-    """Priority of a pending job; `factors` is empty if the site has no factors."""
+    """Priority of a pending job."""
 
     job_id: str
     priority: float
-    factors: tuple[tuple[str, float], ...] = ()
+    factors: tuple[tuple[str, float], ...]
 
 
 def read_priorities(text: str) -> list[JobPriority]:
-    """Return the jobs printed by `sprio -h -o SPRIO_FORMAT`, or by squeue as id and priority; skip unreadable rows."""
+    """Return the jobs printed by `sprio -h -o SPRIO_FORMAT`; skip unreadable rows."""
     found = []
     for line in text.splitlines():
         job_id, *values = (part.strip() for part in line.split(SEPARATOR))
@@ -98,4 +98,4 @@ def describe_place(job_id: str, queue: Sequence[JobPriority], share: FairShare |
     if name and gaps[name] > 0:
         mine = dict(own.factors)[name]
         text = f"{text}, mostly by {name} ({mine:,.0f} here, {mine + gaps[name]:,.0f} on average there)"
-    return f"{text}; {share.describe()}" if share is not None and own.factors else text
+    return f"{text}; {share.describe()}" if share is not None else text

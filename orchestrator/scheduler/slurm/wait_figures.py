@@ -24,7 +24,6 @@ from orchestrator.scheduler.slurm.account_limits import (
 )
 from orchestrator.scheduler.slurm.command_output import run_command
 from orchestrator.scheduler.slurm.fair_share import (
-    SEPARATOR,
     SPRIO_FORMAT,
     SSHARE_FIELDS,
     FairShare,
@@ -78,19 +77,20 @@ def ask_slurm(command: list[str]) -> str:
 def ask_question(question: Question, asked: Resources, now: float, ask: Ask = ask_slurm) -> Answer:
     """Return Slurm's facts. Raises SlurmUnreachable."""
     if not question.limit:
-        return Answer(
-            asked_at=now, queue=tuple(_queue(question.partition, ask)), share=_fair_share(question.account, ask)
-        )
+        queue = _queue(question.partition, ask)
+        return Answer(asked_at=now, queue=queue, share=_fair_share(question.account, ask) if queue else None)
     reason = LimitReason.parse(question.limit)
     assert reason is not None
     records = _qos(question, ask) if reason.is_qos else _associations(question, reason, asked, ask)
     return Answer(asked_at=now, records=tuple(records))
 
 
-def _queue(partition: str, ask: Ask) -> list[JobPriority]:
-    """Return the pending jobs of a partition; without priority factors (priority/basic) only squeue knows them."""
-    listed = read_priorities(ask(["sprio", "-h", "-p", partition, "-o", SPRIO_FORMAT]))
-    return listed or read_priorities(ask(["squeue", "-h", "-a", "-t", "PD", "-p", partition, "-o", f"%i{SEPARATOR}%Q"]))
+def _queue(partition: str, ask: Ask) -> tuple[JobPriority, ...]:
+    """Return the pending jobs of a partition; no jobs on a site without priority factors (priority/basic).
+
+    WARNING: squeue would list them there, but slurmctld would send the full records of all users' jobs.
+    """
+    return tuple(read_priorities(ask(["sprio", "-h", "-p", partition, "-o", SPRIO_FORMAT])))
 
 
 def _fair_share(account: str, ask: Ask) -> FairShare | None:

@@ -94,13 +94,33 @@ def test_a_job_behind_others_names_their_priority_and_the_factor(version: str) -
     assert mine["fair share"] < theirs["fair share"]
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_without_priority_factors_squeue_gives_the_place(version: str) -> None:
-    record = recorded(version, "priority")
-    queue = read_priorities(record["squeue"])
-    said = describe_place(record["job"], queue, None)
-    least = max(one.priority for one in queue)
-    assert said == f"priority {min(one.priority for one in queue):,.0f}, behind 1 job of at least {least:,.0f}"
+NO_FACTORS = """sprio: fatal: You are not running a supported priority plugin
+(priority/basic).
+Only 'priority/multifactor' is supported."""
+
+
+def test_a_site_without_priority_factors_costs_one_small_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """squeue would list all users' jobs there."""
+    asked = tmp_path / "asked"
+    clients = {
+        "sprio": f"echo \"{NO_FACTORS}\" >&2; exit 1", "sshare": "exit 0", "scontrol": "exit 0",
+        "squeue": "seq 1 5000 | sed 's/$/|4294901000/'",
+    }  # fmt: skip
+    for name, text in clients.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {name} >> {asked}\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    clock = FakeClock()
+    tell = WaitFigures(mono=clock)
+    words = {"partition": "low", "account": "a", "qos": "normal"}
+    waits = JobStatus(job_id="7", name="orch-a", state="PENDING", reason="Priority", settings=words)
+    for hour in range(2):
+        for number in range(100):
+            assert tell(replace(waits, job_id=str(number)), ASKED, 600.0) == ""
+        assert asked.read_text().split() == ["sprio"] * (hour + 1)
+        clock.now += KEEP
 
 
 def test_the_partitions_own_qos_is_looked_up_too() -> None:

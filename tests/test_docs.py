@@ -104,6 +104,11 @@ def test_source_files_are_named_with_their_folder(page: Path) -> None:
     assert not bare
 
 
+def test_lines_of_the_changelog_are_short() -> None:
+    lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
+    assert [line for line in lines if len(line) > 120] == []
+
+
 @every_page
 def test_every_link_leads_somewhere(page: Path) -> None:
     for target, anchor in _LINK.findall(page.read_text()):

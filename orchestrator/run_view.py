@@ -48,6 +48,8 @@ class RunView:
     removal: Mapping[str, Any]
     after: str
     """Run that must succeed before this one starts."""
+    after_removed: bool
+    """Whether that run has been removed, even if another one has its name now."""
     sweep: Mapping[str, Any]
     """`orchestrator.registry.records.SweepMember` as JSON; empty: not part of a sweep."""
     notified: Mapping[str, Any]
@@ -129,7 +131,8 @@ class RunView:
     def to_json(self) -> dict[str, Any]:
         """Return the stable keys, in their documented order."""
         test = self.restore_test and summarize_test(self.restore_test)
-        fields = {key: getattr(self, key) for key in KEYS} | {"after": self.after or None, "sweep": self.sweep or None}
+        after = None if self.after_removed else self.after or None
+        fields = {key: getattr(self, key) for key in KEYS} | {"after": after, "sweep": self.sweep or None}
         return {**fields, "updated_at": iso(self.updated_at), "restore_test": test}
 
     @property

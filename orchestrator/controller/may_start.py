@@ -2,13 +2,11 @@
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from orchestrator.controller.actor import Actor
 from orchestrator.controller.conclude import apply
 from orchestrator.controller.ownership import never_submitted
-from orchestrator.errors import NotFound
 from orchestrator.registry.reads import Reads
 from orchestrator.registry.records import Attempt, Run, SweepMember
 from orchestrator.states import RunState
@@ -35,11 +33,15 @@ def waiting_runs(
     """Return the live runs that may not start now, with the reason.
 
     `live` has all live runs, newest first. `attempts` may lack those of runs that this controller does not serve, which
-    are taken for started. Only runs that were never submitted wait. Of a sweep, the oldest ones start first; a run that
-    a person has resumed does not wait for the others.
+    are taken for started. `predecessors` has the run after which each one starts, by its own name.
+
+    Only runs that were never submitted wait. Of a sweep, the oldest ones start first; a run that a person has resumed
+    does not wait for the others.
     """
     idle = [run for run in reversed(live) if never_submitted(attempts.get(run.name, ())) and run.name not in cancelled]
-    waits = {run.name: wait for run in idle if (wait := after_predecessor(run, predecessors)) is not None}
+    waits = {
+        run.name: wait for run in idle if (wait := after_predecessor(run, predecessors.get(run.name))) is not None
+    }  # fmt: skip
     names = {run.name for run in idle if run.state is RunState.CREATED}
     unfinished: dict[str, list[str]] = defaultdict(list)
     for run in live:
@@ -58,11 +60,10 @@ def waiting_runs(
     return waits
 
 
-def after_predecessor(run: Run, predecessors: Mapping[str, Run]) -> RunWait | None:
-    """Return why a run may not start because of its predecessor, or None if it may."""
+def after_predecessor(run: Run, before: Run | None) -> RunWait | None:
+    """Return why a run may not start because of its predecessor `before` (None: removed), or None if it may."""
     if not run.predecessor:
         return None
-    before = predecessors.get(run.predecessor)
     anyway = "resuming this run starts it without waiting"
     if before is None:
         return RunWait(reason=f"was to start after {run.predecessor}, which has been removed; {anyway}", hold=True)
@@ -76,12 +77,9 @@ def after_predecessor(run: Run, predecessors: Mapping[str, Run]) -> RunWait | No
 
 
 def find_predecessors(store: Reads, runs: Sequence[Run]) -> dict[str, Run]:
-    """Return the runs after which others start, by name, without those that have been removed."""
-    found = {}
-    for name in {run.predecessor for run in runs if run.predecessor}:
-        with suppress(NotFound):
-            found[name] = store.named_run(name)
-    return found
+    """Return the run after which each of these runs starts, by its own name, unless it has been removed."""
+    found = {run.name: store.predecessor(run) for run in runs if run.predecessor}
+    return {name: before for name, before in found.items() if before is not None}
 
 
 def record_wait(actor: Actor, run: Run, wait: RunWait) -> bool:

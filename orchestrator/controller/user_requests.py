@@ -155,20 +155,12 @@ def _resume_refusal(run: Run, attempts: Sequence[Attempt], request: UserRequest)
 
 def _changes(actor: Actor, run: Run, request: UserRequest) -> dict[str, Any]:
     changes: dict[str, Any] = {"identity": run.identity | request.args.get("identity", {})}
-    if run.predecessor and _ended_badly(actor, run.predecessor):
+    if run.predecessor and ((before := actor.store.predecessor(run)) is None or before.state in ENDED_BADLY):
         changes["predecessor"] = ""
     if (digest := request.args.get("config")) is not None:
         config = stored_config(actor.store, digest)
         changes |= {"config_digest": digest, "total_steps": 0 if config.get("command") else config["train"]["steps"]}
     return changes
-
-
-def _ended_badly(actor: Actor, name: str) -> bool:
-    """Return whether a run that another one waits for will not succeed by itself."""
-    try:
-        return actor.store.named_run(name).state in ENDED_BADLY
-    except NotFound:
-        return True
 
 
 def _set_priority(actor: Actor, run: Run, request: UserRequest) -> bool:

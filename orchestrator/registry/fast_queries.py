@@ -28,6 +28,8 @@ _NEWEST = f"""
 SELECT run.name AS run, run.state, run.reason, run.cluster, run.run_dir, run.config_digest, run.step,
     run.total_steps, run.loss, run.created_at, run.updated_at, run.not_before, run.scheduler,
     run.tags, run.notified, run.removal, run.predecessor AS after, run.sweep,
+    NOT EXISTS (SELECT 1 FROM runs AS before WHERE before.name = run.predecessor
+        AND run.predecessor_created_at IN (0, before.created_at)) AS after_removed,
     (SELECT count(*) FROM attempts WHERE attempts.run = run.name) AS attempts,
     (SELECT count(*) FROM generations WHERE generations.run = run.name) AS generations,
     attempt.number AS attempt, attempt.job_id, attempt.job_state, attempt.nodes, attempt.failure,
@@ -189,6 +191,7 @@ def _answer(row: sqlite3.Row) -> dict[str, Any]:
     answer["slurm_cluster"] = None if traits(answer["cluster"]).simulated_nodes else answer["scheduler"] or None
     answer["nodes"] = json.loads(answer["nodes"] or "[]")
     answer["tags"], answer["notified"] = json.loads(answer["tags"]), json.loads(answer["notified"])
+    answer["after_removed"] = bool(answer["after"] and answer["after_removed"])
     answer["sweep"] = json.loads(answer["sweep"])
     answer["loss"] = None if answer["loss"] is None else number(answer["loss"])
     return answer
@@ -214,7 +217,10 @@ def run_folders(path: Path) -> dict[str, str]:
 
 
 def select_rows(path: Path, query: str, values: tuple[Any, ...], *, any_version: bool = False) -> list[sqlite3.Row]:
-    """Return the rows of a query; no rows if there is no registry. Raises RegistryError."""
+    """Return the rows of a query; no rows if there is no registry. Raises RegistryError.
+
+    An older registry is upgraded first, unless the query can read `any_version`.
+    """
     if not path.exists():
         return []
     try:
@@ -222,8 +228,12 @@ def select_rows(path: Path, query: str, values: tuple[Any, ...], *, any_version:
             found = versions.find_version(connection, path)
             if found is None:
                 return []
-            if not any_version:
-                versions.require_head(found, path)
-            return connection.execute(query, values).fetchall()
+            if any_version or found == versions.HEAD:
+                return connection.execute(query, values).fetchall()
     except sqlite3.Error as error:
         raise sqlite_errors.explain(error, path) from error
+    versions.require_known(found, path)
+    from orchestrator.registry import migrate  # sqlalchemy: only for an older registry
+
+    migrate.upgrade_to_read(path, found)
+    return select_rows(path, query, values, any_version=True)

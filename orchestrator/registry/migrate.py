@@ -1,5 +1,6 @@
 """Tables of the registry, and their migration to the newest version."""
 
+import os
 import random
 import sqlite3
 import time
@@ -7,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
+from orchestrator.errors import RegistryError
 from orchestrator.registry import backup, sqlite_errors, versions
 from orchestrator.registry.database import connect
 from orchestrator.registry.tables import create_statements
@@ -36,6 +38,7 @@ MIGRATIONS: Mapping[str, tuple[str, ...]] = {
         "ALTER TABLE attempts ADD COLUMN expected_start FLOAT",
         "ALTER TABLE attempts ADD COLUMN expected_at FLOAT",
     ),
+    "0012": ("ALTER TABLE runs ADD COLUMN predecessor_created_at FLOAT DEFAULT 0.0 NOT NULL",),
 }
 """Statements that upgrade a registry to each version after the first release, oldest first."""
 
@@ -72,6 +75,22 @@ def upgrade(path: Path) -> None:
             connection.execute("COMMIT")
     except sqlite3.Error as error:
         raise sqlite_errors.explain(error, path) from error
+
+
+def upgrade_to_read(path: Path, version: str) -> None:
+    """Upgrade a registry of this version, if it is older, for a command that only reads.
+
+    Raises RegistryError if it is unknown, or older and read-only.
+    """
+    versions.require_known(version, path)
+    if version == versions.HEAD:
+        return
+    has_place = os.access(path.parent, os.W_OK | os.X_OK, effective_ids=True)  # for the backup
+    if not (has_place and os.access(path, os.R_OK | os.W_OK, effective_ids=True)):
+        what = f"the registry has the older version {version}, this orch reads {versions.HEAD}, and it is read-only"
+        hint = "its owner upgrades it with any command of this orch (`orch status`), after a backup"
+        raise RegistryError(what, where=str(path), hint=hint)
+    upgrade(path)
 
 
 def run_migrations(connection: sqlite3.Connection, present: str | None) -> None:

@@ -69,6 +69,11 @@ class Reads(StoreOperations):
             raise NotFound(f"no run {name}", hint="`orch status` lists the runs")
         return found
 
+    def predecessor(self, run: Run) -> Run | None:
+        """Return the run after which this one starts; None if it has been removed, even if its name is used again."""
+        found = self.database.first(Run, name=run.predecessor)
+        return found if found is not None and run.predecessor_created_at in (0.0, found.created_at) else None
+
     def runs(self, states: Iterable[RunState] | None = None, limit: int | None = None) -> list[Run]:
         """Return the runs, newest first."""
         if states is None:

@@ -30,6 +30,7 @@ class Run:
     notified: dict[str, Any] = field(default_factory=dict)  # notifications.delivery.NotificationState
     removal: str = ""  # progress of `orch rm` (orchestrator/registry/user_writes.py)
     predecessor: str = ""  # run that must succeed before this one starts (`orch submit --after`)
+    predecessor_created_at: float = 0.0  # distinguishes it from later runs of its name; 0: unknown
     sweep: dict[str, Any] = field(default_factory=dict)  # SweepMember as JSON; empty: not part of a sweep
 
     @property
@@ -66,6 +67,7 @@ class NewRun:
     scheduler: str = ""  # as in Run
     tags: tuple[str, ...] = ()
     predecessor: str = ""  # as in Run
+    predecessor_created_at: float = 0.0  # as in Run
     sweep: dict[str, Any] = field(default_factory=dict)  # as in Run
 
 

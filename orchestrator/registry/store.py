@@ -23,14 +23,17 @@ class Store(ControllerWrites):
 
     @classmethod
     def open(cls, path: Path, *, readonly: bool = False) -> Self:
-        """Open the registry, creating or upgrading it if necessary. Raises RegistryError."""
+        """Open the registry, after upgrading an older one and creating a missing one. Raises RegistryError.
+
+        `readonly` creates none.
+        """
         path = path.absolute()
         if not readonly:
             _prepare(path)
         elif (found := versions.read_version(path)) is None:
             raise RegistryError("there is no registry yet", where=str(path), hint="`orch submit` creates one")
         else:
-            versions.require_head(found, path)
+            migrate.upgrade_to_read(path, found)
         store = cls(Database(path, readonly=readonly))
         store.database.after_commit = lambda runs: write_records(store, runs)
         return store

@@ -75,7 +75,7 @@ class UserWrites(Reads):
             name=name, state=RunState.CREATED, reason="", cluster=new.cluster, run_dir=str(new.root / name),
             config_digest=new.config_digest, total_steps=new.total_steps, created_at=now, updated_at=now,
             identity=new.identity, scheduler=new.scheduler, tags=new.tags, predecessor=new.predecessor,
-            sweep=new.sweep,
+            predecessor_created_at=new.predecessor_created_at, sweep=new.sweep,
         )  # fmt: skip
         self.database.put(run)
         self.note_transition(name, "run", name, "", RunState.CREATED, "submitted", now)

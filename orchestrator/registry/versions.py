@@ -7,7 +7,7 @@ from pathlib import Path
 from orchestrator.errors import RegistryError
 from orchestrator.registry import sqlite_errors
 
-OLDEST, HEAD = "0009", "0011"
+OLDEST, HEAD = "0009", "0012"
 """Oldest version that can be upgraded, and the version that this program reads."""
 
 
@@ -53,11 +53,3 @@ def require_known(version: str | None, path: Path) -> None:
         what = f"has version {version}, which is newer than this orch knows (up to {HEAD})"
         hint = "upgrade orch (pip install -U orch), or set ORCH_REGISTRY to another file"
     raise RegistryError(f"the registry {what}", where=str(path), hint=hint)
-
-
-def require_head(version: str | None, path: Path) -> None:
-    """Raise RegistryError for a registry that needs an upgrade or is unknown; None means an empty one."""
-    require_known(version, path)
-    if version not in (None, HEAD):
-        what = f"the registry has the older version {version}; this orch reads {HEAD}"
-        raise RegistryError(what, where=str(path), hint="`orch controller tick` upgrades it, after a backup")

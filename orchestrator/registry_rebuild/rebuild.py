@@ -372,6 +372,7 @@ def salvage(folder: RunDir, run: dict[str, Any], now: float | None = None) -> Ru
         scheduler=run.get("scheduler", "") or attempts[-1].scheduler,
         tags=tuple(run.get("tags", ())),
         predecessor=run.get("predecessor", ""),
+        predecessor_created_at=run.get("predecessor_created_at", 0.0),
         sweep=run.get("sweep") or {},
     )
     note = Transition(

@@ -237,7 +237,10 @@ def _read_run_json(folder: RunDir) -> dict[str, Any]:
 
 
 def _run_json(run: Run, first: Attempt) -> dict[str, Any]:
-    copied = ("name", "cluster", "created_at", "total_steps", "scheduler", "identity", "predecessor", "sweep")
+    copied = (
+        "name", "cluster", "created_at", "total_steps", "scheduler", "identity", "predecessor",
+        "predecessor_created_at", "sweep",
+    )  # fmt: skip
     fields = {name: getattr(run, name) for name in copied} | {"tags": list(run.tags)}
     return {"schema": "orch.run/1", "config_digest": first.config_digest, "nonce": first.nonce, **fields}
 

@@ -230,6 +230,8 @@ class RunOrigin:
     tags: tuple[str, ...] = ()
     predecessor: str = ""
     """Run after whose success the run starts."""
+    predecessor_created_at: float = 0.0
+    """As in `Run`."""
     sweep: dict[str, Any] = field(default_factory=dict)
     """`SweepMember` as JSON."""
     priority: int = 0
@@ -276,7 +278,8 @@ def create_run(
     new = NewRun(
         slug=config.name, cluster=kind, root=root, config_digest=digest,
         total_steps=0 if config.command else config.train.steps, identity=given.redact(identity),
-        scheduler=make_instance(kind)(), tags=origin.tags, predecessor=origin.predecessor, sweep=origin.sweep,
+        scheduler=make_instance(kind)(), tags=origin.tags, predecessor=origin.predecessor,
+        predecessor_created_at=origin.predecessor_created_at, sweep=origin.sweep,
     )  # fmt: skip
     nonce = token_hex(4)
     with interrupts_held():

@@ -1,5 +1,6 @@
 """Stories of runs that start after another one, and of a sweep, while the controller is killed anywhere."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,26 @@ def test_a_run_after_a_cancelled_one_is_held_until_it_is_resumed(tmp_path: Path,
         assert jobs_of(world, later) == 0
     until(world, later, RunState.SUCCEEDED)
     assert world.run.state is (RunState.SUCCEEDED if again else RunState.CANCELLED)
+
+
+def test_a_removed_run_is_not_confused_with_a_later_one_of_its_name(tmp_path: Path) -> None:
+    world = World(tmp_path, data=config(steps=10))
+    first = add(world, tmp_path, 2, slug="first", now=world.clock.now)
+    until(world, first, RunState.SUCCEEDED)
+    removed = world.store.run(first)
+    later = add(
+        world, tmp_path, 3, slug="later", predecessor=first, predecessor_created_at=removed.created_at
+    )  # fmt: skip
+    world.store.begin_removal(first)
+    world.store.delete_run(first)
+    shutil.rmtree(removed.run_dir)
+    assert add(world, tmp_path, 4, slug="first", now=world.clock.now) == first
+    until(world, later, RunState.HELD)
+    assert world.store.run(later).reason.startswith(f"was to start after {first}, which has been removed")
+    until(world, first, RunState.SUCCEEDED)
+    world.store.add_user_request(later, "resume", {}, world.clock.now)
+    until(world, later, RunState.SUCCEEDED)
+    assert world.store.run(later).predecessor == "", "resumed, it waits for no run"
 
 
 def test_waiting_runs_need_no_queries_and_start_soon_after_the_other_has_ended(tmp_path: Path) -> None:

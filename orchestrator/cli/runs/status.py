@@ -48,7 +48,8 @@ last_checkpoint: {step, trust, age_s} | null, restore_test: {step, layout, verdi
 updated_at, eta_s, expected_start: {at, age_s, source} | null, after, sweep: {name, limit, point, base} | null};
 cluster is slurm or local; slurm_cluster is null for local runs and while it is unknown;
 restore_test is the newest finished one; eta_s is null while the run is not training or has just started;
-expected_start is the scheduler's estimate for a waiting job; after is the run that must succeed first
+expected_start is the scheduler's estimate for a waiting job; after is the run that must succeed first, null once it
+has been removed
 """
 
 

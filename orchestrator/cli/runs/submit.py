@@ -24,7 +24,7 @@ from orchestrator.config.redaction import redact_config, redacted_origins
 from orchestrator.errors import ConfigError, Precondition, SlurmUnreachable, SubmitRejected
 from orchestrator.home import registry_path
 from orchestrator.registry.records import Attempt, Run
-from orchestrator.run_view import RunView, find_run
+from orchestrator.run_view import RunView, find_run, runs_by_name
 from orchestrator.scheduler.available_schedulers import FACTORIES
 from orchestrator.states import RunState
 
@@ -120,7 +120,7 @@ def submit(
     if weights_only and begin is None:
         raise ConfigError("--weights-only needs a checkpoint", where="command line", hint="add --from RUN@STEP")
     only_look = dry_run or print_sbatch
-    predecessor = find_predecessor(after) if after is not None else ""
+    before = find_predecessor(after) if after is not None else {}
     if from_sbatch is None:
         _refuse_sbatch_options(print_config=print_config, yes=yes)
     else:
@@ -137,7 +137,7 @@ def submit(
         if only_look:
             preview(screen, composed, cluster, only_script=print_sbatch and not dry_run)
             return 0
-        origin = RunOrigin(imported=imported, tags=tags, predecessor=predecessor, priority=priority)
+        origin = RunOrigin(imported=imported, tags=tags, priority=priority, **before)
         launched = launch(screen, composed, cluster, no_controller=no_controller, origin=origin)
     if not (screen.json and (wait_ or follow)):
         _print_launched(screen, launched)
@@ -190,13 +190,13 @@ def _beginning(
     yield composed, None
 
 
-def find_predecessor(name: str) -> str:
-    """Return the full name of a run after which another one may start. Raises Precondition if it never would."""
+def find_predecessor(name: str) -> dict[str, Any]:
+    """Return the fields of `RunOrigin` for a start after this run. Raises Precondition if it would never come."""
     view = find_run(name)
     if view.state in (RunState.FAILED, RunState.CANCELLED) or view.removal:
         what = f"--after {view.run}: it is {'being removed' if view.removal else view.state}, so nothing would start"
         raise Precondition(what, where=view.reason, hint=view.after_end)
-    return view.run
+    return {"predecessor": view.run, "predecessor_created_at": view.created_at}
 
 
 def launch(
@@ -216,8 +216,8 @@ def launch(
     run, attempt = record(screen, composed, cluster, replace(origin or RunOrigin(), code=code))
     if not no_controller:
         start_controller(run)
-    waits = bool(run.predecessor) and find_run(run.predecessor).state != RunState.SUCCEEDED
     view = find_run(run.name)
+    waits = bool(run.predecessor) and {one.state for one in runs_by_name([run.predecessor])} != {RunState.SUCCEEDED}
     if not waits:
         view, silent = _await_job(screen, run.name, run.cluster, no_controller=no_controller)
         if view.job_id is None:

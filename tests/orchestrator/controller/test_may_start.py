@@ -42,16 +42,16 @@ def attempts(*runs: Run, submitted: tuple[str, ...] = ()) -> dict[str, tuple[Att
 )
 def test_a_run_waits_for_its_predecessor(state: RunState, hold: bool, words: str) -> None:
     first, second = run("first-1", state), run("second-1", after="first-1")
-    wait = waiting_runs([second], attempts(second), {"first-1": first})["second-1"]
+    wait = waiting_runs([second], attempts(second), {"second-1": first})["second-1"]
     assert wait.hold is hold
     assert words in wait.reason
 
 
 def test_a_run_starts_after_success_and_is_held_if_the_other_is_removed() -> None:
     second = run("second-1", after="first-1")
-    assert waiting_runs([second], attempts(second), {"first-1": run("first-1", RunState.SUCCEEDED)}) == {}
+    assert waiting_runs([second], attempts(second), {"second-1": run("first-1", RunState.SUCCEEDED)}) == {}
     assert waiting_runs([second], attempts(second), {})["second-1"].hold
-    failed = {"first-1": run("first-1", RunState.FAILED)}
+    failed = {"second-1": run("first-1", RunState.FAILED)}
     assert waiting_runs([second], attempts(second, submitted=("second-1",)), failed) == {}, "it has begun already"
 
 

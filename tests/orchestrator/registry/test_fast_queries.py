@@ -16,6 +16,7 @@ from orchestrator.registry import fast_queries, versions
 from orchestrator.registry.records import Attempt, Checkpoint, Generation, RestoreTest, Run
 from orchestrator.registry.tables import compile_statement, encode, field_names, insertion
 from orchestrator.states import AttemptState, RunState, Trust
+from tests.fakes.new_runs import create_run
 from tests.orchestrator.ordinary_user import folder_of_an_ordinary_user
 from trainer.protocol.restore_test import UNDECIDED, Outcome
 
@@ -48,8 +49,29 @@ def test_one_answer_has_all_that_status_shows(desk: Desk) -> None:
         "nodes": ["b", "c"], "checkpoint": {"step": 20, "trust": "COMMITTED", "committed_at": 20.0},
         "failure": None, "restore_test": None, "bad_test": None, "test_of": None,
         "tags": [], "notified": {}, "removal": "", "speed_since": {"step": 0, "at": 1.0, "saved": False},
-        "after": "", "sweep": {}, "start_at": None, "start_noted_at": None,
+        "after": "", "after_removed": False, "sweep": {}, "start_at": None, "start_noted_at": None,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("created_at", [1.0, 0.0], ids=["known", "of-an-older-registry"])
+def test_a_removed_predecessor_is_no_later_run_of_its_name(desk: Desk, created_at: float) -> None:
+    first, _ = desk.run("first")
+    create_run(
+        desk.store, desk.root, {}, slug="later", nonce="0000000a", predecessor=first.name,
+        predecessor_created_at=created_at,
+    )  # fmt: skip
+
+    def is_removed() -> bool:
+        return bool(fast_queries.runs_by_name(desk.path, ["later-1"])[0]["after_removed"])
+
+    assert not is_removed()
+    desk.store.move_run(first.name, RunState.CANCELLED, "", **desk.stamp)
+    desk.store.move_attempt(first.name, 1, AttemptState.ENDED, "", **desk.stamp)
+    desk.store.begin_removal(first.name)
+    desk.store.delete_run(first.name)
+    assert is_removed()
+    assert desk.run("first", now=3.0)[0].name == first.name
+    assert is_removed() == bool(created_at)
 
 
 def test_newest_first_limited_by_state_and_by_name(desk: Desk) -> None:

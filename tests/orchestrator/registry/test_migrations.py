@@ -13,6 +13,7 @@ from orchestrator.errors import RegistryError
 from orchestrator.registry import fast_queries, migrate, versions
 from orchestrator.registry.store import Store
 from orchestrator.registry_rebuild.rebuild import rebuild
+from tests.orchestrator.ordinary_user import folder_of_an_ordinary_user
 
 Desk = Any
 TODAY, NEXT = versions.HEAD, f"{int(versions.HEAD) + 1:04d}"
@@ -38,12 +39,17 @@ def add_migration(monkeypatch: pytest.MonkeyPatch, *statements: str) -> None:
     monkeypatch.setattr(versions, "HEAD", NEXT)
 
 
-def test_an_older_registry_is_upgraded_after_a_backup(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("first", ["status", "read", "write"])
+def test_an_older_registry_is_upgraded_after_a_backup(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:  # fmt: skip
     run, _ = desk.run()
     add_migration(monkeypatch, NOTE)
-    with pytest.raises(RegistryError, match=f"older version {TODAY}") as caught:
-        fast_queries.newest(desk.path)
-    assert "orch controller tick" in caught.value.hint
+    if first == "status":
+        assert [row["run"] for row in fast_queries.newest(desk.path)] == [run.name]
+    else:
+        Store.open(desk.path, readonly=first == "read").close()
+    assert versions.read_version(desk.path) == NEXT
     with Store.open(desk.path) as upgraded:
         assert upgraded.run(run.name) == run
         assert upgraded.attempts(run.name)
@@ -54,6 +60,25 @@ def test_an_older_registry_is_upgraded_after_a_backup(desk: Desk, monkeypatch: p
     raw.close()
     assert versions.read_version(desk.path) == NEXT
     assert versions.read_version(desk.path.with_name(f"registry.db.{TODAY}.bak")) == TODAY
+
+
+@pytest.mark.parametrize(("folder_mode", "file_mode"), [(0o700, 0o400), (0o500, 0o600)], ids=["file", "folder"])
+def test_an_older_registry_that_may_not_be_written_is_refused_and_left_alone(
+    monkeypatch: pytest.MonkeyPatch, folder_mode: int, file_mode: int
+) -> None:  # fmt: skip
+    with folder_of_an_ordinary_user() as folder:
+        path = folder / "registry.db"
+        Store.open(path).close()
+        migrate.set_journal(path, "DELETE")  # as on a network file system; a write-ahead log cannot be read here
+        add_migration(monkeypatch, NOTE)
+        path.chmod(file_mode)
+        folder.chmod(folder_mode)
+        before = path.read_bytes()
+        for opens in (lambda: Store.open(path, readonly=True), lambda: fast_queries.newest(path)):
+            with pytest.raises(RegistryError, match=f"older version {TODAY}, this orch reads {NEXT}") as caught:
+                opens()
+            assert (caught.value.exit_code, "its owner upgrades it" in caught.value.hint) == (6, True)
+        assert (path.read_bytes(), list(folder.glob("*.bak"))) == (before, [])
 
 
 REFUSED = "can neither read nor upgrade"

@@ -1,5 +1,6 @@
 """The `orch` program: the table of verbs and their modules, and the edge at which errors become exit codes."""
 
+import itertools
 import os
 import re
 import sys
@@ -82,8 +83,9 @@ def run(args: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if args is None else args)
     screen = Screen()
     screen.words = tuple(words)
-    screen.json = "--json" in words  # known before parsing, so a parsing error is JSON too
-    screen.debug = "--debug" in words
+    own = list(itertools.takewhile(lambda word: word != "--", words))  # the rest is another program's
+    screen.json = "--json" in own  # known before parsing, so a parsing error is JSON too
+    screen.debug = "--debug" in own
     try:
         result = orch.main(words, prog_name="orch", obj=screen, standalone_mode=False)
         screen.flush()

@@ -51,6 +51,7 @@ def read_files(place: AttemptDir) -> tuple[Heartbeat | None, Evidence]:
         attempt=place.number, answered=False, job=None, outcome=outcome, started=started, odd="; ".join(odd),
         reports=reports, silenced=_stop_reason(place, SILENCED), requeued=_stop_reason(place, REQUEUED),
         gave_up=_stop_reason(place, GAVE_UP), saves_failing=heartbeat.saves_failing if heartbeat else "",
+        waits=heartbeat.waits if heartbeat else "",
     )  # fmt: skip
 
 
@@ -135,7 +136,8 @@ def is_unexplained(outcome: AttemptOutcome | None) -> bool:
     """Return whether Slurm's messages in the logs are needed to explain the attempt's end."""
     if outcome is None or outcome.failure is None:
         return outcome is None or outcome.result is AttemptResult.STOPPED
-    return outcome.failure.kind is FailureKind.PREEMPTED
+    unjoined = outcome.failure.kind is FailureKind.AGENT_LOST and outcome.failure.node is None
+    return unjoined or outcome.failure.kind is FailureKind.PREEMPTED
 
 
 def near_limit(job: JobStatus | None, outcome: AttemptOutcome | None, lead: float, early: float) -> bool:

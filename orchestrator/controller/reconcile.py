@@ -364,8 +364,8 @@ class Controller:
         notes = training_notes(self.store, attempt) if runs else []
         texts = (figures, size, held, silence, evidence.odd, altered, *notes)
         notes_text = "".join(f"; {words}" for words in texts if words)
-        saves = f"{evidence.saves_failing}; " if evidence.saves_failing and runs else ""
-        self.actor.note(run, f"{saves}job {job.job_id} is {job.state}{waits}{notes_text}")
+        urgent = "".join(f"{words}; " for words in (evidence.saves_failing, evidence.waits) if words and runs)
+        self.actor.note(run, f"{urgent}job {job.job_id} is {job.state}{waits}{notes_text}")
 
     def _next(self, view: ControlledRun, snapshot: SchedulerSnapshot) -> bool:
         """Start the next attempt of a run without a live attempt, once nothing delays it."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
+from orchestrator.recovery.missing_program import find_missing_program
 from orchestrator.scheduler.interface import ENDED_STATES, LEAVING_STATES, JobStatus
 from orchestrator.states import AttemptState
 from trainer.protocol.cut_text import cut
@@ -65,6 +66,7 @@ class Evidence:
     still_for: float = 0.0  # seconds for which no file of the silent job has grown; 0 unless it is RUNNING
     overstayed: float = 0.0  # seconds for which the job has kept running after its attempt's outcome
     saves_failing: str = ""  # when saves began to fail and why, from the newest heartbeat; empty while they succeed
+    waits: str = ""  # which node's preparation waits, and for what, from the newest heartbeat
     disk: str = ""  # why the run's folder is not writable; probed only if the job is silent
     lost_interpreter: str = ""  # the job script's interpreter, if it is gone; checked only if no agent has started
     # Reasons of orch's own requests to end the job; empty without such a request:
@@ -266,6 +268,11 @@ def classify(evidence: Evidence) -> Failure:
         return replace(
             lost, kind=FailureKind.NODE_LOST, reason=f"Slurm reports node {lost.node} down; the job saw: {lost.reason}"
         )
+    # An agent that never joined was perhaps never started: its node lacks a program.
+    if job is not None and lost is not None and lost.kind is _LOST and not lost.node:
+        lost = _unstarted_agent(evidence, job, lost)
+        if lost is not None:
+            return lost
     # The coordinator's outcome takes precedence over COMPLETED and FAILED.
     if outcome is not None:
         return _failure_from_outcome(evidence, outcome)
@@ -276,6 +283,15 @@ def classify(evidence: Evidence) -> Failure:
         also = "; its accounting does not answer" if evidence.unrecorded else ""
         return Failure(kind=FailureKind.JOB_LOST, reason=reason + also)
     return _failure_from_logs(evidence, job)
+
+
+def _unstarted_agent(evidence: Evidence, job: JobStatus, lost: Failure) -> Failure | None:
+    """Return the failure of a job whose other agents waited for one that its node could not start."""
+    missing = find_missing_program(evidence.tails)
+    if missing is None:
+        return None
+    node, reason = missing.only_node(job.nodes), f"{missing.describe(())}: {lost.reason}"
+    return replace(lost, kind=FailureKind.LAUNCH_FAILED, node=node, reason=reason)
 
 
 def _requeue_failure(evidence: Evidence, reason: str) -> Failure:
@@ -380,6 +396,8 @@ def _unlaunched_node(evidence: Evidence, job: JobStatus) -> str | None:
     """Return the job's node that Slurm reports as unable to start it; None unless it is certain which one."""
     named = (_UNLAUNCHED.search(match.line) for match in scan(evidence.tails))
     found = next((name[1] for name in named if name and name[1] in job.nodes), None)
+    if found is None and (missing := find_missing_program(evidence.tails)) is not None:
+        return missing.only_node(job.nodes)
     # Only the first node starts the batch script.
     return found or (job.nodes[0] if _launch_failed(evidence, job) else None)
 
@@ -403,6 +421,9 @@ def _from_logs(evidence: Evidence, job: JobStatus) -> tuple[FailureKind, str]:
     if evidence.lost_interpreter and not evidence.started:
         cure = "put its environment back, or add cluster.python=PATH to `orch resume`"
         return FailureKind.LAUNCH_FAILED, f"{ended}: its interpreter {evidence.lost_interpreter} is gone; {cure}"
+    unstarted = not evidence.started or (found is not None and found.kind is FailureKind.LAUNCH_FAILED)
+    if unstarted and (missing := find_missing_program(evidence.tails)) is not None:
+        return FailureKind.LAUNCH_FAILED, f"{ended}: {missing.describe(job.nodes)}"
     # On SIGTERM, srun sends SIGKILL to the step, so no rank could save, and no agent has failed.
     if any(_SRUN_SIGNALLED in match.line for match in matches) and (found is None or found.kind is _LOST):
         cure = f"`scancel -s TERM {job.job_id}` and `orch cancel` let it save"

@@ -12,6 +12,7 @@ from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import Precondition
 from orchestrator.scheduler.interface import JobSpec
 from orchestrator.scheduler.script import Prepared, prepare, provide_mounted_agent
+from trainer.protocol.rank_variables import PYTHON_VARIABLE
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.secrets import run_secrets
 from trainer.protocol.secrets.run_secrets import SecretsRefused
@@ -55,6 +56,21 @@ def environment(
     made |= variables
     run_secrets.enter(secrets, made)
     return made
+
+
+def with_node_variables(
+    command: Sequence[str], variables: Mapping[str, str], env: Mapping[str, str]
+) -> tuple[str, ...]:
+    """Return words for `env` that run the command with its node's variables and the staged interpreter.
+
+    They take effect on the node, within its container, because their folders exist only there. `env` is the run's.
+    """
+    words = tuple(f"{name}={value}" for name, value in variables.items())
+    python = variables.get(PYTHON_VARIABLE)
+    if not python or "PATH" in env:
+        return *words, *command
+    first = f'PATH={shlex.quote(os.path.dirname(python))}:$PATH exec env "$@"'
+    return *words, "sh", "-c", first, "sh", *command
 
 
 def working_folder(identity: Mapping[str, Any], folder: RunDir, config: RunConfig) -> Path:

@@ -12,11 +12,13 @@ from tests.end_to_end.user import User
 
 pytestmark = [pytest.mark.slurm, pytest.mark.multi]
 
-PROGRAM = """import json, os, tempfile
+PROGRAM = """import json, os, sys, tempfile, time
 names = ("STAGED_BY", "ORCH_STAGE", "TRITON_CACHE_DIR", "SLURMD_NODENAME")
 found = {name: os.environ.get(name) for name in names} | {"temp": tempfile.gettempdir()}
 found["cores"] = sorted(os.sched_getaffinity(0))
-open("note-" + os.environ["RANK"], "w").write(json.dumps(found))
+open("note-" + (sys.argv[1:] or [os.environ["RANK"]])[0], "w").write(json.dumps(found))
+while not (sys.argv[1:] or os.path.exists("done")):
+    time.sleep(0.1)
 """
 
 
@@ -31,7 +33,7 @@ def archive(tmp_path: Path) -> Path:
     return tmp_path / "env.tar.gz"
 
 
-def test_each_node_stages_the_archive_on_its_own_disk_and_ranks_have_their_caches(
+def test_each_node_stages_the_archive_on_its_own_disk_and_ranks_and_shells_have_their_caches(
     user: User, archive: Path, tmp_path: Path
 ) -> None:
     project = tmp_path / "project"
@@ -44,8 +46,14 @@ def test_each_node_stages_the_archive_on_its_own_disk_and_ranks_have_their_cache
         f"cluster.stage.archive={archive}", f"cluster.stage.to={disk}", f"cluster.caches={disk}",
     ]  # fmt: skip
     run = user.submit("torchrun-script", "command=[python, train.py]", *settings)["run"]
+    user.until(lambda: len(list(project.glob("note-*"))) == 4, 120, "the ranks")
+    beside = user.run("shell", run, "--rank", "3", "--", "python", "train.py", "shell")
+    assert beside.returncode == 0, beside.stderr
+    (project / "done").touch()
     assert user.wait(run, 120) == 0
+    in_shell = json.loads((project / "note-shell").read_text())
     notes = [json.loads((project / f"note-{rank}").read_text()) for rank in range(4)]
+    assert {**in_shell, "cores": notes[3]["cores"]} == notes[3]  # a shell is not bound to the rank's cores
     for note in notes:
         own = Path(f"{tmp_path}/disk-{note['SLURMD_NODENAME']}")
         assert note["STAGED_BY"] == "archive"

@@ -3,6 +3,7 @@
 import os
 import pty
 import select
+import socket
 import sys
 import time
 from contextlib import suppress
@@ -104,6 +105,10 @@ def test_debug_allocates_like_the_run_and_starts_its_ranks(lab: SlurmLab, user: 
         f"command: [python, {script}]\nenv: {{COLOUR: green}}\n"
         "cluster: {kind: slurm, nodes: 2, ranks_per_node: 2, partition: low, cpus_per_task: 2, time: 12:00:00}\n"
     )
+    usual = socket.socket()
+    with suppress(OSError):  # another process has it
+        usual.bind(("", 29400))  # torchrun's default port: the command names another one
+        usual.listen()
     shell = Terminal(user, "debug", str(config), "--nodes", "2", "--time", "5")
     shell.until("all ranks:")
     told = next(line for line in shell.text.splitlines() if line.startswith("all ranks:")).partition(":")[2].strip()
@@ -114,6 +119,7 @@ def test_debug_allocates_like_the_run_and_starts_its_ranks(lab: SlurmLab, user: 
     shell.until("torchrun=0", 120)  # until then, srun passes what is typed to the ranks
     for rank in range(4):
         shell.until(f"rank {rank} of 4 green 1\r\n")
+    usual.close()
     shell.type("exit 5")
     assert shell.end() == 5
     user.until(lambda: not lab.ask("squeue", "-h", "--me").stdout.strip(), 60, "the nodes to be free")

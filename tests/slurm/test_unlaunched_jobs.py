@@ -23,6 +23,17 @@ def sick(lab: SlurmLab) -> Iterator[str]:
     lab.ask("scontrol", "update", f"nodename={node}", "state=resume")
 
 
+def test_a_container_runtime_that_nodes_lack_is_named(user: User) -> None:
+    words = ["cluster.nodes=2", "cluster.templates=[default,apptainer]", "recovery.max_failures=1"]
+    args = ["+cluster.template_args.image=/no.sif", "+cluster.template_args.program=apptainer-nonesuch"]
+    run = user.submit("torchrun-script", *LONG, *words, *args)["run"]
+    assert user.wait(run, 60) == 8
+    found = failure(user, run, 1)
+    assert (found["kind"], found["node"]) == ("launch_failed", None)
+    assert "apptainer-nonesuch was not found on n" in found["reason"]
+    assert "apptainer-nonesuch was not found on n" in user.status(run)["reason"]
+
+
 def failure(user: User, run: str, attempt: int) -> dict[str, Any]:
     found: dict[str, Any] = user.show(run)["attempts"][attempt - 1]["failure"]
     return found

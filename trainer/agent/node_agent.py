@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from trainer.agent.control.control_server import AGENT_TIMEOUT_SECONDS, POLL_SECONDS, PeerTimeout
 from trainer.agent.control.tcp_transport import CoordinatorPeer, WireError
@@ -13,7 +14,6 @@ from trainer.agent.fork_server import code_at_start, launch_order
 from trainer.agent.fork_server.launch_order import RankLauncher
 from trainer.agent.fork_server.link import ForkServerLink
 from trainer.agent.fork_server.rank_binding import shorten_cores
-from trainer.agent.fork_server.rank_variables import rank_python
 from trainer.agent.nodes import preflight, roster
 from trainer.agent.nodes.node_setup import prepare_node
 from trainer.agent.processes import background_tasks, proc
@@ -45,6 +45,7 @@ from trainer.protocol.messages.ranks import (
 )
 from trainer.protocol.node_identity import NodeIdentity
 from trainer.protocol.rank_progress.progress import StopReason
+from trainer.protocol.rank_variables import rank_python
 from trainer.protocol.run_dir import AttemptDir, RunDir
 
 _LOOK_SECONDS, _MAX_STARTUP_FAILURES = 0.1, 3
@@ -71,6 +72,7 @@ class NodeAgent:
         self._tasks = SupervisedTasks()
         self._last_exit_report: asyncio.Task[None] | None = None
         self._early: list[int] = []
+        self._waits = ""  # what the node's preparation waits for
         self._bound: dict[str, str] = {}  # rank -> cores
         self._peer: CoordinatorPeer
         self._launcher: RankLauncher
@@ -120,9 +122,15 @@ class NodeAgent:
         """Prepare the node for its ranks, and return the faults."""
         gpus = launch_order.gpus(self._node, self._config, self._environ)
         visible = {**self._environ, **self._config.env, **gpus}.get("CUDA_VISIBLE_DEVICES")
+
+        def note_wait(lock: Path) -> None:
+            self._waits = f"waits for another process that unpacks {self._config.cluster.stage.archive} (lock {lock})"
+            _log(self._waits)
+
         prepared, faults = await background_tasks.start_detached(
-            lambda: prepare_node(self._config, self._run.name, self._environ, visible)
+            lambda: prepare_node(self._config, self._run.name, self._environ, visible, note_wait)
         )
+        self._waits = ""
         self._environ = {**self._environ, **prepared.variables}
         self._launcher = RankLauncher(
             self._run, self._attempt, self._config, self._node, self._environ, self._peer.host, self._sockets,
@@ -431,7 +439,7 @@ class NodeAgent:
             now, ranks, sampler = time.monotonic(), self._ranks, self._sampler
             if ranks is None or sampler is None:
                 if self._reports.due(now):
-                    self._peer.send(agents.ProgressReport(generation=0))
+                    self._peer.send(agents.ProgressReport(generation=0, waits=self._waits))
                 continue
             summary = ranks.summary()
             first = reported != ranks.generation and summary.stepped

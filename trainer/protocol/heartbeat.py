@@ -11,7 +11,8 @@ from trainer.protocol.secrets.secret_redaction import in_use
 MOST_BYTES = 1 << 20
 """Maximum number of bytes read from a heartbeat file."""
 LONGEST_TROUBLE = 500
-"""Maximum number of characters in `saves_failing`, because the heartbeat must fit into its file's reserved space."""
+"""Maximum number of characters in each of `saves_failing` and `waits`: the heartbeat must fit into its old file's space
+on a full disk."""
 
 
 class AttemptStage(StrEnum):
@@ -41,6 +42,7 @@ class Heartbeat:
     nodes: list[str] = field(default_factory=list)
     state: str = ""  # an AttemptStage
     saves_failing: str = ""  # when saves began to fail and why; empty while they work
+    waits: str = ""  # which node's preparation waits, and for what
 
     def write(self, path: Path) -> None:
         """Replace the previous heartbeat. Raises OSError."""
@@ -61,4 +63,5 @@ class Heartbeat:
             known["loss"] = number(loss)
         if isinstance(nodes := found.get("nodes"), list):
             known["nodes"] = [str(name) for name in nodes]
-        return cls(**{**known, "saves_failing": known.get("saves_failing", "")[:LONGEST_TROUBLE]})
+        texts = {name: known.get(name, "")[:LONGEST_TROUBLE] for name in ("saves_failing", "waits")}
+        return cls(**{**known, **texts})

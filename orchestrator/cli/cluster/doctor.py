@@ -32,7 +32,7 @@ from orchestrator.config.compose import compose
 from orchestrator.errors import OrchError, Precondition, RegistryError, SlurmUnreachable
 from orchestrator.home import registry_path, state_home
 from orchestrator.registry import file_systems, versions
-from orchestrator.scheduler.available_schedulers import kinds
+from orchestrator.scheduler.available_schedulers import kinds, resolve
 from orchestrator.scheduler.container_check import container_problems
 from orchestrator.scheduler.interface import Resources
 from orchestrator.scheduler.slurm.command_output import require_configuration, run_command, unreachable
@@ -45,7 +45,7 @@ from orchestrator.scheduler.slurm.node_capacity import (
     shortfall,
 )
 from orchestrator.submission.create_run import first_job
-from trainer.protocol.config_sections.scheduler_kinds import SLURM
+from trainer.protocol.config_sections.scheduler_kinds import AUTO, SLURM, traits
 from trainer.protocol.required_packages import NEEDED_BY_RANKS, find_unmet
 
 NEEDED = {
@@ -350,8 +350,9 @@ def containers(cluster: Mapping[str, Any]) -> Iterator[Check]:
         return run_command(["srun", "--help"], ANSWER_WITHIN).stdout if shutil.which("srun") else ""
 
     args = {name: str(value) for name, value in (cluster.get("template_args") or {}).items()}
-    with suppress(OrchError):  # `slurm` reports commands that do not answer
-        for problem, hint in container_problems(cluster.get("templates") or (), args, srun_help):
+    with suppress(OrchError):  # `slurm` reports commands that do not answer; `_cluster` an unknown kind
+        here = traits(resolve(str(cluster.get("kind") or AUTO))).simulated_nodes
+        for problem, hint in container_problems(cluster.get("templates") or (), args, srun_help, here=here):
             yield Check("container", WARN, problem, hint)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,13 @@ from typing import Any
 import click
 
 from orchestrator.cli.config import OVERRIDES, SOURCE, compose_config
-from orchestrator.cli.live_jobs.shell import is_interactive, replace_process
+from orchestrator.cli.live_jobs.shell import is_interactive, refuse_json, replace_process
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.home import make_state_home
 from trainer.protocol.config_sections.scheduler_kinds import traits
 
 MINUTES = "30"
-PORT = 29400
-"""Port of torchrun's rendezvous on the first node."""
 
 
 @click.command(cls=Verb)
@@ -34,6 +33,7 @@ def debug(screen: Screen, source: str, overrides: tuple[str, ...], nodes: int, l
     The command prints how to start the ranks by hand. No run is recorded, and the nodes are free again when the shell
     ends. The exit code is the shell's. Without Slurm the shell is on this machine.
     """
+    refuse_json(screen, "orch debug")
     from orchestrator.scheduler import interactive
     from orchestrator.scheduler.available_schedulers import resolve
     from orchestrator.submission.create_run import first_job
@@ -72,12 +72,20 @@ def _instructions(config: Any, nodes: int, source: str, overrides: tuple[str, ..
         return [f"a run on the shell's node:  {words}"]
     program, *script = config.command
     is_python = os.path.basename(program).startswith("python")
-    one = "RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=localhost MASTER_PORT=29500"
+    port = _free_port()
+    one = f"RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=localhost MASTER_PORT={port}"
     torchrun = [
         "torchrun", f"--nnodes={nodes}", f"--nproc-per-node={config.cluster.ranks_per_node}", "--rdzv-backend=c10d",
     ]  # fmt: skip
     program_words = script if is_python else ["--no-python", *config.command]
     srun = f"srun --overlap --nodes={nodes} --ntasks={nodes} --cpus-per-task={config.cluster.cpus_per_task} "
     begin = "" if simulated or nodes == 1 else srun
-    every = f"{begin}{shlex.join(torchrun)} --rdzv-endpoint=$(hostname):{PORT} {shlex.join(program_words)}"
+    every = f"{begin}{shlex.join(torchrun)} --rdzv-endpoint=$(hostname):{port} {shlex.join(program_words)}"
     return [f"one rank:   {one} {shlex.join(config.command)}", f"all ranks:  {every}"]
+
+
+def _free_port() -> int:
+    """Return a port that is free on this machine, and so most likely on the node too."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

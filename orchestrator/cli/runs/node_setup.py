@@ -7,7 +7,7 @@ from typing import Any
 
 from orchestrator.cli.runs.nccl_network import NcclNetwork, read_network
 from trainer.protocol.events import EventKind, read_events
-from trainer.protocol.run_dir import RunDir
+from trainer.protocol.run_dir import AttemptDir, RunDir
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,3 +56,17 @@ def read_node_setup(run: RunDir) -> NodeSetupReport:
         prepared=found.get(EventKind.NODE_PREPARED, {}), bound=found.get(EventKind.RANKS_BOUND, {}),
         network=read_network(newest.rank_log(0)),
     )  # fmt: skip
+
+
+def read_node_variables(attempt: AttemptDir, name: str) -> dict[str, str]:
+    """Return the variables that a node's preparation has set for its ranks; none while it has not ended.
+
+    An agent's number is not its node's position, so every agent's events are read.
+    """
+    for path in sorted(attempt.events.glob("agent-*.jsonl")):
+        with suppress(OSError):
+            events, _ = read_events(path)
+            found = next((event.data for event in events if event.kind == EventKind.NODE_PREPARED), {})
+            if found.get("name") == name and isinstance(variables := found.get("variables"), dict):
+                return {str(key): str(value) for key, value in variables.items()}
+    return {}

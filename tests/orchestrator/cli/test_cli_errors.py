@@ -148,6 +148,19 @@ def test_a_command_line_that_is_wrong(orch: Type, words: tuple[str, ...], word: 
     assert orch(*words, "--json").answer["error"]["message"]
 
 
+@pytest.mark.parametrize("words", [("shell", "tiny-1"), ("debug", "tiny-gpt")])
+def test_an_interactive_verb_refuses_json(orch: Type, words: tuple[str, ...]) -> None:
+    said = orch("--json", *words)
+    error = said.answer["error"]
+    assert (said.code, error["hint"]) == (2, "omit --json; the exit code is the command's too")
+    assert f"the output of `orch {words[0]}` is the command's own" in error["message"]
+
+
+def test_options_behind_two_dashes_are_not_those_of_orch(orch: Type) -> None:
+    said = orch("shell", "no-such-run", "--", "nvidia-smi", "--json", "--debug")
+    assert (said.code, said.out, "Traceback" in said.err) == (3, "", False)
+
+
 @pytest.fixture
 def no_account(monkeypatch: Patch) -> None:
     for name in ("LOGNAME", "USER", "LNAME", "USERNAME", "HOME"):

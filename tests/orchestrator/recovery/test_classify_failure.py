@@ -339,6 +339,53 @@ def test_failed_launch_on_a_node_differs_from_a_persons_scancel(name: str) -> No
     assert words in failure.reason
 
 
+NO_APPTAINER = "slurmstepd: error: execve(): apptainer: No such file or directory"
+EXIT_OF_ALL = "srun: error: n[1-2]: tasks 0-1: Exited with exit code 2"
+MISSING_PROGRAMS = {
+    "on all nodes": ({"7_0_log.err": NO_APPTAINER, "7_1_log.err": NO_APPTAINER, "7.err": EXIT_OF_ALL}, None,
+                     "apptainer was not found on n[1-2]; install it there, or load its module (template `modules`), or "
+                     "cluster.template_args.program=PATH"),
+    "no exits": ({"7_0_log.err": NO_APPTAINER}, None, "apptainer was not found on n1, n2; "),
+    "on one node": (
+        {"7_1_log.err": NO_APPTAINER, "7.err": "srun: error: n2: task 1: Exited with exit code 2"}, "n2",
+        "apptainer was not found on n2; install",
+    ),
+    "in a task's shell": ({"7_0_log.err": "bash: line 3: exec: shifter: not found"}, None, "shifter was not found"),
+    "a path": (
+        {"7_0_log.err": "hello\nbash: line 3: /opt/python3: No such file or directory\n"}, None,
+        "/opt/python3 was not found on n1, n2; check that every node sees that path",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISSING_PROGRAMS)
+def test_a_program_that_nodes_lack_is_named_with_the_nodes_and_the_remedy(name: str) -> None:
+    tails, node, words = MISSING_PROGRAMS[name]
+    ended = job("FAILED", nodes=("n1", "n2"), exit_code=2)
+    failure = classify(evidence(job=ended, started=False, tails=tails))
+    assert (failure.kind, failure.node) == (Kind.LAUNCH_FAILED, node)
+    assert words in failure.reason
+
+
+def test_an_agent_that_never_joined_was_not_started_by_its_node() -> None:
+    tails, node, words = MISSING_PROGRAMS["on one node"]
+    late = Failure(kind=Kind.AGENT_LOST, reason="no agent of node(s) 1 joined within 300 s")
+    given = evidence(
+        job=job("FAILED", nodes=("n1", "n2")), outcome=outcome(AttemptResult.FAILED, "", late), tails=tails
+    )
+    failure = classify(given)
+    assert (failure.kind, failure.node) == (Kind.LAUNCH_FAILED, node)
+    assert failure.reason.startswith(words)
+    assert failure.reason.endswith(f": {late.reason}")
+    assert classify(replace(given, tails=agents("hello"))) == late
+
+
+def test_a_program_that_a_setup_script_lacks_is_no_cause() -> None:
+    text = "bash: line 2: /opt/site/hello: No such file or directory\nTraceback"
+    failure = classify(evidence(job=job("FAILED", nodes=("n1",)), started=False, tails={"7_0_log.err": text}))
+    assert "was not found" not in failure.reason
+
+
 def test_verdict_on_a_job_that_never_ran_waits_for_accounting() -> None:
     ended = job("CANCELLED", nodes=("n1",), unlaunched=True)
     assert judge(evidence(job=ended, started=False, ended_for=1.0))[0] is AttemptState.RUNNING

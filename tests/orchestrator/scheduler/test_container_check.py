@@ -31,6 +31,22 @@ def test_problems(template: str, args: dict[str, str], srun_help: str, problems:
         assert hint
 
 
+@pytest.mark.parametrize(
+    ("template", "args", "hint"),
+    [
+        (
+            "apptainer",
+            {"image": "docker://x", "program": "no-such"},
+            "install it, or cluster.template_args.program=PATH",
+        ),
+        ("apptainer", {"image": "/gone.sif", "program": "sh"}, "cluster.template_args.image=PATH"),
+        ("pyxis", {"image": "i"}, "use apptainer, podman-hpc, shifter"),
+    ],
+)
+def test_hints_without_slurm_name_no_compute_nodes(template: str, args: dict[str, str], hint: str) -> None:
+    assert [hint for _, hint in container_problems([template], args, lambda: "srun", here=True)] == [hint]
+
+
 def test_an_image_that_exists_is_no_problem(tmp_path: Path) -> None:
     image = tmp_path / "a.sif"
     image.touch()

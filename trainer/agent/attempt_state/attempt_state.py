@@ -180,7 +180,8 @@ class RunningAttempt:
             self.progress.phase = "command"  # phases of a user program are unknown
 
     def heartbeat(self) -> Heartbeat:
-        return self.progress.beat(generation=self.generation.number, nodes=self.roster.names(), state=self.stage)
+        nodes, waits = self.roster.names(), self.roster.describe_waits()
+        return self.progress.beat(generation=self.generation.number, nodes=nodes, state=self.stage, waits=waits)
 
     # -- stopping ----------------------------------------------------------------------------------------------------
 

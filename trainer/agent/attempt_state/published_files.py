@@ -76,7 +76,7 @@ class AttemptProgress:
             self.step = slowest.step
             self.loss = self.loss if reports[0].loss is None else reports[0].loss
 
-    def beat(self, *, generation: int, nodes: list[str], state: str) -> Heartbeat:
+    def beat(self, *, generation: int, nodes: list[str], state: str, waits: str = "") -> Heartbeat:
         self._seq += 1
         return Heartbeat(
             seq=self._seq,
@@ -92,6 +92,7 @@ class AttemptProgress:
             nodes=nodes,
             state=state,
             saves_failing=self.saves_failing,
+            waits=waits[:LONGEST_TROUBLE],
         )
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from trainer.agent.control import tcp_transport
 from trainer.agent.flight.recorder import FlightSockets
 from trainer.agent.fork_server.rank_binding import Place, Topology, bind_ranks
-from trainer.agent.fork_server.rank_variables import rank_caches, rank_python
 from trainer.protocol.command_progress import FOLDER_VARIABLE
 from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.scheduler_kinds import traits
 from trainer.protocol.messages.agents import StartGeneration
 from trainer.protocol.messages.ranks import RankSpec, StartRank
 from trainer.protocol.node_identity import NodeIdentity
+from trainer.protocol.rank_variables import rank_caches, rank_python
 from trainer.protocol.restore_test import RESTORE_PROGRAM
 from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.protocol.secrets.secret_redaction import LISTED
@@ -128,7 +128,7 @@ class RankLauncher:
         config, spec = self._config, self._spec(start, local_rank)
         place = place_on_machine(self._identity, config, start.node_rank)
         cores = self.bind(start.node_rank)[0][local_rank]
-        caches = rank_caches(f"rank-{place.first + local_rank}", {**self._environ, **config.env})
+        caches = rank_caches(place.first + local_rank, {**self._environ, **config.env})
         order = StartRank(rank=spec.rank, generation=spec.generation, cores=tuple(cores), env=caches, spec=spec)
         if start.master is None:
             return order

@@ -1,36 +1,70 @@
 """Folders on a node's own disk that a user's jobs share: private, locked while in use, and deleted by age."""
 
+import errno
 import fcntl
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from string import Template
 
+from checkpointing.storage.storage_errors import FULL, error_words
 from checkpointing.storage.trusted_path import check_private, own_name
 
+ARCHIVE, FOLDER, DISK = "staged archive", "node folder", "node disk"
+"""Checks of a node's preparation: the archive, the folder on the node's disk, and room on that disk."""
 CACHES = "caches-"
 """Begins the names of the folders of `cluster.caches`, which may lie beside unpacked archives."""
 _DAY = 86400.0
 
 
-def make_own_folder(text: str, environ: Mapping[str, str]) -> Path:
-    """Create the user's private folder below `text`, with this node's variables, and return it. Raises OSError.
+class NotPrepared(Exception):
+    """Raised if the node cannot be prepared; `check` names the cause."""
 
-    Raises ValueError for an unset variable or a relative path.
+    def __init__(self, reason: str, *, check: str = ARCHIVE) -> None:
+        super().__init__(reason)
+        self.check = check
+
+
+def explain_folder_error(key: str, text: str, error: OSError) -> NotPrepared:
+    """Return why the folder that a configuration key names cannot be used on this node, and what to type."""
+    full = error.errno in FULL or error.errno == errno.EIO
+    what = f"{key}={text} cannot be used on this node: {error_words(error)}"
+    do = f"`orch resume RUN {key}=FOLDER` chooses a folder that you may write to on every node"
+    return NotPrepared(f"{what}; {do}", check=DISK if full else FOLDER)
+
+
+def make_own_folder(key: str, text: str, environ: Mapping[str, str]) -> Path:
+    """Create the user's private folder below `text`, with this node's variables, and return it. Raises NotPrepared.
+
+    `key` is the configuration key that has `text`.
     """
     try:
         above = Path(Template(text).substitute({"USER": own_name(), **environ}))
     except KeyError as error:
-        raise ValueError(f"{text}: the variable {error.args[0]} is not set on this node") from error
+        what = f"{key}={text}: the variable {error.args[0]} is not set on this node"
+        raise NotPrepared(f"{what}; `orch resume RUN {key}=FOLDER` names another folder", check=FOLDER) from error
+    except ValueError as error:  # `$` without a name
+        raise NotPrepared(f"{key}={text}: {error}; type $$ for a dollar sign", check=FOLDER) from error
     if not above.is_absolute():
-        raise ValueError(f"{text}: must be an absolute path")
+        raise NotPrepared(f"{key}={text}: must be an absolute path", check=FOLDER)
     folder = above / f"orch-{own_name()}"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    check_private(folder)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_private(folder)
+    except OSError as error:
+        raise explain_folder_error(key, text, error) from error
     return folder
+
+
+OnWait = Callable[[Path], None]
+"""Function that gets the file of a lock that another process holds, before the wait for it."""
+
+
+def ignore_wait(lock_file: Path) -> None:
+    """Record nothing about a wait."""
 
 
 class FolderLock:
@@ -43,17 +77,23 @@ class FolderLock:
         self.folder, self._descriptor = folder, descriptor
 
     @classmethod
-    def use(cls, folder: Path) -> "FolderLock":
+    def use(cls, folder: Path, on_wait: OnWait = ignore_wait) -> "FolderLock":
         """Return a shared lock. The folder is not deleted while this process lives. Waits for an exclusive one."""
-        lock = cls._take(folder, fcntl.LOCK_SH)
-        assert lock is not None
+        lock = cls._wait(folder, fcntl.LOCK_SH, on_wait)
         os.utime(lock._descriptor)
         return lock
 
     @classmethod
-    def own(cls, folder: Path) -> "FolderLock":
+    def own(cls, folder: Path, on_wait: OnWait = ignore_wait) -> "FolderLock":
         """Return an exclusive lock, once no other process has a lock."""
-        lock = cls._take(folder, fcntl.LOCK_EX)
+        return cls._wait(folder, fcntl.LOCK_EX, on_wait)
+
+    @classmethod
+    def _wait(cls, folder: Path, operation: int, on_wait: OnWait) -> "FolderLock":
+        lock = cls._take(folder, operation | fcntl.LOCK_NB)
+        if lock is None:
+            on_wait(_lock_file(folder))
+            lock = cls._take(folder, operation)
         assert lock is not None
         return lock
 

@@ -6,13 +6,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from checkpointing.python_command import is_mounted
-from checkpointing.storage.storage_errors import error_words, is_disk_error
 from trainer.agent.fork_server.rank_binding import Topology, read_topology
-from trainer.agent.fork_server.rank_variables import PYTHON_VARIABLE, STAGE_VARIABLE, node_caches
-from trainer.agent.nodes.node_disk import CACHES, FolderLock, delete_unused, make_own_folder
-from trainer.agent.nodes.stage_archive import StagedArchive, StageFailed, stage_archive
+from trainer.agent.nodes.node_disk import (
+    CACHES,
+    FolderLock,
+    NotPrepared,
+    OnWait,
+    delete_unused,
+    explain_folder_error,
+    ignore_wait,
+    make_own_folder,
+)
+from trainer.agent.nodes.stage_archive import StagedArchive, stage_archive
 from trainer.protocol.config import JobConfig
 from trainer.protocol.messages.agents import PreflightFault
+from trainer.protocol.rank_variables import PYTHON_VARIABLE, STAGE_VARIABLE, node_caches
 
 _KEEP_DAYS = 7.0
 _SLURMS_TMPDIR = ("TMPDIR", "/tmp")
@@ -41,16 +49,19 @@ class PreparedNode:
 
 
 def prepare_node(
-    config: JobConfig, run: str, environ: Mapping[str, str], visible: str | None
+    config: JobConfig, run: str, environ: Mapping[str, str], visible: str | None, on_wait: OnWait = ignore_wait
 ) -> tuple[PreparedNode, list[PreflightFault]]:
-    """Prepare the calling node, and return what was done and the faults. `visible` is CUDA_VISIBLE_DEVICES."""
+    """Prepare the calling node, and return what was done and the faults. `visible` is CUDA_VISIBLE_DEVICES.
+
+    `on_wait` is called before a wait for another process that unpacks the archive.
+    """
     cluster = config.cluster
     topology = read_topology(visible, gpus=cluster.gpus_per_node > 0)
     variables: dict[str, str] = {}
     staged = None
     try:
         if cluster.stage.archive:
-            staged = stage_archive(cluster.stage, environ)
+            staged = stage_archive(cluster.stage, environ, on_wait)
             variables[STAGE_VARIABLE] = str(staged.folder)
             if staged.python:
                 variables[PYTHON_VARIABLE] = staged.python
@@ -58,31 +69,26 @@ def prepare_node(
         if cluster.caches:
             chosen = {name: value for name, value in environ.items() if (name, value) != _SLURMS_TMPDIR}
             variables |= _make_caches(cluster.caches, run, {**chosen, **config.env})
-    except StageFailed as error:
-        return PreparedNode(topology=topology), [_fault(str(error), full=error.full)]
+    except NotPrepared as error:
+        # The other nodes' reports show whether the fault is this node's own.
+        return PreparedNode(topology=topology), [PreflightFault(check=error.check, reason=str(error), shared=True)]
     return PreparedNode(variables=variables, topology=topology, staged=staged), []
 
 
-def _fault(reason: str, *, full: bool) -> PreflightFault:
-    """Return a fault. A full disk is this node's own unless all nodes have it; other causes are those of all nodes."""
-    return PreflightFault(check="node disk" if full else "staged archive", reason=reason, shared=True)
-
-
 def _make_caches(text: str, run: str, environ: Mapping[str, str]) -> dict[str, str]:
+    key = "cluster.caches"
+    above = make_own_folder(key, text, environ)
     try:
-        above = make_own_folder(text, environ)
         lock = FolderLock.use(above / f"{CACHES}{run}")
         (lock.folder / "tmp").mkdir(mode=0o700, parents=True, exist_ok=True)
         delete_unused(above, _KEEP_DAYS, caches=True)
-    except ValueError as error:
-        raise StageFailed(f"cluster.caches={error}") from error
     except OSError as error:
-        raise StageFailed(f"cluster.caches={text}: {error_words(error)}", full=is_disk_error(error)) from error
+        raise explain_folder_error(key, text, error) from error
     return node_caches(lock.folder, environ)
 
 
 def _require_own_packages(config: JobConfig, python: str, environ: Mapping[str, str]) -> None:
-    """Raise StageFailed if a workload's fork server cannot run with the archive's interpreter."""
+    """Raise NotPrepared if a workload's fork server cannot run with the archive's interpreter."""
     if config.command or is_mounted():  # a program needs nothing of orch; mounted packages serve every interpreter
         return
     what = f"the Python of {config.cluster.stage.archive} cannot run workloads"
@@ -92,9 +98,9 @@ def _require_own_packages(config: JobConfig, python: str, environ: Mapping[str, 
             text=True, errors="replace", timeout=_IMPORT_SECONDS, check=False,
         )  # fmt: skip
     except OSError as error:
-        raise StageFailed(f"{what}: {python}: {error.strerror}; pack an environment of this kind of node") from error
+        raise NotPrepared(f"{what}: {python}: {error.strerror}; pack an environment of this kind of node") from error
     except subprocess.TimeoutExpired as error:
-        raise StageFailed(f"{what}: `{_FORK_SERVER}` took longer than {_IMPORT_SECONDS:g} s") from error
+        raise NotPrepared(f"{what}: `{_FORK_SERVER}` took longer than {_IMPORT_SECONDS:g} s") from error
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise StageFailed(f"{what}: {last}; install orch in that environment and pack it again")
+        raise NotPrepared(f"{what}: {last}; install orch in that environment and pack it again")

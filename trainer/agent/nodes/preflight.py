@@ -19,6 +19,7 @@ from xml.etree import ElementTree
 from checkpointing.storage.durable import write_durably
 from checkpointing.storage.storage_errors import FULL
 from trainer.agent.control import tcp_transport
+from trainer.agent.nodes.node_disk import ARCHIVE, FOLDER
 from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.fault_detection_config import PreflightConfig
 from trainer.protocol.failures.outcome import Failure, FailureKind
@@ -270,12 +271,12 @@ def find_blamed_node(faults: Mapping[str, Sequence[PreflightFault]]) -> Failure 
     if len(sick) < len(faults) and not first.full:
         reason = f"{node}: {first.reason}, while {len(faults) - len(sick)} of {len(faults)} nodes can"
         return Failure(kind=FailureKind.NODE_SUSPECT, reason=reason, node=node)
-    if first.check in ("data", "staged archive"):
+    if first.check == "data":
         return Failure(kind=FailureKind.USER_ERROR, reason=f"on every node: {first.reason}", node=None)
     if first.check == "open files":
         hint = f"raise it to {_FEWEST_FILES} (`ulimit -Hn`) in the shell that starts the controller, or ask the site"
         return Failure(kind=FailureKind.INSTALLATION, reason=f"on every node: {first.reason}; {hint}", node=None)
-    if first.check == "packages":
+    if first.check in ("packages", ARCHIVE, FOLDER):
         return Failure(kind=FailureKind.INSTALLATION, reason=f"on every node: {first.reason}", node=None)
     return Failure(kind=FailureKind.STORAGE, reason=first.reason, node=None)
 

@@ -336,6 +336,12 @@ class Roster:
         order += sorted({member.node for member in self.present_members()} - set(order))
         return [self.members[node].name for node in order if node in self.members]
 
+    def describe_waits(self) -> str:
+        """Return which unexamined node's preparation waits, and for what, or "" if none does."""
+        waiting = [member for member in self.present_members() if member.faults is None and member.progress.waits]
+        more = f"; so do {len(waiting) - 1} other node(s)" if len(waiting) > 1 else ""
+        return f"{waiting[0].name} {waiting[0].progress.waits}{more}" if waiting else ""
+
     async def wait_until_disconnected(self, seconds: float) -> None:
         """Wait until every agent has disconnected, for at most `seconds`."""
         give_up = time.monotonic() + seconds

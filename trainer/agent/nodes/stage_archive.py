@@ -16,25 +16,28 @@ from pathlib import Path
 from typing import IO
 
 from checkpointing.storage.durable import write_durably
-from checkpointing.storage.storage_errors import error_words, is_disk_error
-from trainer.agent.nodes.node_disk import FolderLock, delete_tree, delete_unused, make_own_folder
+from checkpointing.storage.storage_errors import error_words
+from trainer.agent.nodes.node_disk import (
+    DISK,
+    FolderLock,
+    NotPrepared,
+    OnWait,
+    delete_tree,
+    delete_unused,
+    explain_folder_error,
+    ignore_wait,
+    make_own_folder,
+)
 from trainer.protocol.config_sections.node_setup_config import StageConfig
 
 MARKER = ".orch-staged"
+_KEY = "cluster.stage.to"
 _BLOCK = 4 << 20
 _FULL = ("No space left on device", "Disk quota exceeded", "Wrote only ")  # the last one is of the file that fills it
 _REMARK = "Removing leading "  # from names such as `/env/bin` and `../env`, which is no error
 _TAR_OPTIONS = {".tar": "", ".tar.gz": "--gzip", ".tgz": "--gzip", ".tar.zst": "--zstd"}
 _PROGRAMS = {"--gzip": "gzip", "--zstd": "zstd"}
 _UNPACK_CONDA = "bin/conda-unpack"
-
-
-class StageFailed(Exception):
-    """Raised if the archive cannot be unpacked here; `full` means that this node's disk is full."""
-
-    def __init__(self, reason: str, *, full: bool = False) -> None:
-        super().__init__(reason)
-        self.full = full
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,27 +55,26 @@ class StagedArchive:
         return str(path) if path.is_file() and os.access(path, os.X_OK) else ""
 
 
-def stage_archive(config: StageConfig, environ: Mapping[str, str]) -> StagedArchive:
+def stage_archive(config: StageConfig, environ: Mapping[str, str], on_wait: OnWait = ignore_wait) -> StagedArchive:
     """Unpack the archive unless this node has it, and delete archives that no job has used for long.
 
-    Raises StageFailed with a reason that names the file, the place and the remedy.
+    `on_wait` is called before a wait for another process. Raises NotPrepared with a reason that names the file, the
+    place and the remedy.
     """
     started, archive = time.monotonic(), Path(config.archive)
+    above = make_own_folder(_KEY, config.to, environ)
+    folder = above / f"{_stem(archive)}-{config.sha256[:16]}"
     try:
-        above = make_own_folder(config.to, environ)
-        folder = above / f"{_stem(archive)}-{config.sha256[:16]}"
-        lock = FolderLock.use(folder)
+        lock = FolderLock.use(folder, on_wait)
         reused = (folder / MARKER).exists()
         if not reused:
             lock.release()
-            reused = _unpack_once(archive, config, folder)
+            reused = _unpack_once(archive, config, folder, on_wait)
         delete_unused(above, config.keep_days, caches=False)
-    except ValueError as error:
-        raise StageFailed(f"cluster.stage.to={error}") from error
     except OSError as error:
-        raise StageFailed(
-            f"cannot stage {archive} to {config.to}: {error_words(error)}", full=is_disk_error(error)
-        ) from error
+        if error.filename == str(archive):
+            raise NotPrepared(f"cannot stage {archive} to {config.to}: {error_words(error)}") from error
+        raise explain_folder_error(_KEY, config.to, error) from error
     place = _single_folder(folder)
     _require_interpreter(archive, place)
     return StagedArchive(folder=place, seconds=time.monotonic() - started, reused=reused)
@@ -96,16 +98,16 @@ def _single_folder(folder: Path) -> Path:
 
 
 def _require_interpreter(archive: Path, place: Path) -> None:
-    """Raise StageFailed if `bin/python` is a link to a file that this node lacks: ranks would get another Python."""
+    """Raise NotPrepared if `bin/python` is a link to a file that this node lacks: ranks would get another Python."""
     python = place / "bin" / "python"
     if python.is_symlink() and not python.exists():
         what = f"bin/python of {archive} is a link that leads nowhere on this node ({os.path.realpath(python)})"
-        raise StageFailed(f"{what}; install that Python here, or pack an environment that has its own")
+        raise NotPrepared(f"{what}; install that Python here, or pack an environment that has its own")
 
 
-def _unpack_once(archive: Path, config: StageConfig, folder: Path) -> bool:
+def _unpack_once(archive: Path, config: StageConfig, folder: Path, on_wait: OnWait) -> bool:
     """Unpack the archive, and return whether another process has done it in the meantime."""
-    lock = FolderLock.own(folder)
+    lock = FolderLock.own(folder, on_wait)
     done = (folder / MARKER).exists()
     if not done:
         _unpack(archive, config, lock)
@@ -125,23 +127,23 @@ def _unpack(archive: Path, config: StageConfig, lock: FolderLock) -> None:
             what = f"{archive} is damaged or has changed: its SHA-256 is {digest}, not {config.sha256}"
             listed = archive.with_name(f"{archive.name}.sha256")
             first = f"delete {listed}, or write it anew; then " if listed.exists() else ""
-            raise StageFailed(f"{what}; {first}`orch resume RUN cluster.stage.sha256=` takes the file as it is now")
+            raise NotPrepared(f"{what}; {first}`orch resume RUN cluster.stage.sha256=` takes the file as it is now")
         if failure:
             raise _explain(archive, folder, failure)
         _fix_conda_paths(_single_folder(folder))
         write_durably(folder / MARKER, f"{digest}  {archive}\n".encode())
-    except (OSError, StageFailed):
+    except (OSError, NotPrepared):
         lock.delete()
         raise
 
 
-def _explain(archive: Path, folder: Path, failure: str) -> StageFailed:
+def _explain(archive: Path, folder: Path, failure: str) -> NotPrepared:
     if not any(words in failure for words in _FULL):
-        return StageFailed(f"{archive} cannot be unpacked: {failure}")
+        return NotPrepared(f"{archive} cannot be unpacked: {failure}")
     disk = shutil.disk_usage(folder)
     left = f"{disk.free / 1e9:.1f} of {disk.total / 1e9:.1f} GB are free"
     what = f"the disk of {folder.parent} is full while unpacking {archive}: {left} before the part is deleted"
-    return StageFailed(f"{what}; cluster.stage.to=FOLDER chooses another", full=True)
+    return NotPrepared(f"{what}; cluster.stage.to=FOLDER chooses another", check=DISK)
 
 
 def _unpack_tar(archive: Path, folder: Path) -> tuple[str, str]:
@@ -191,7 +193,7 @@ def _in_english() -> dict[str, str]:
 
 def _require_program(program: str, archive: Path, otherwise: str) -> None:
     if shutil.which(program) is None:
-        raise StageFailed(
+        raise NotPrepared(
             f"{archive} cannot be unpacked: {program} is not installed on this node; install it, {otherwise}"
         )
 
@@ -217,4 +219,4 @@ def _fix_conda_paths(folder: Path) -> None:
     )  # fmt: skip
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise StageFailed(f"{program} failed: {last}")
+        raise NotPrepared(f"{program} failed: {last}")

@@ -93,7 +93,7 @@ class FailureKind(StrEnum):
     The job is cancelled; the next one requests fewer nodes immediately."""
     LAUNCH_FAILED = "launch_failed"
     """The job ended before its agents agreed to start, or a node could not launch it (a failing prolog, a full
-    `slurmd` disk). Slurm may report CANCELLED.
+    `slurmd` disk, a missing container runtime). Slurm may report CANCELLED.
 
     A new job. It counts as a try if the batch script ended on its own and no attempt of the run has trained."""
     SUBMIT_REJECTED = "submit_rejected"
@@ -132,9 +132,10 @@ class FailureKind(StrEnum):
     A new job, once there is room (docs/failures.md). HELD if two jobs in a row find every checkpoint damaged."""
     INSTALLATION = "installation"
     """Nodes with different versions of orch; a hard limit below 1,024 open files on every node; an environment variable
-    that torch, gloo or NCCL cannot use; an image whose Python is too old or lacks a package.
+    that torch, gloo or NCCL cannot use; an image whose Python is too old or lacks a package; a damaged
+    `cluster.stage.archive`, or a folder of `cluster.stage.to` or `cluster.caches` that no node can use.
 
-    HELD with the versions, the limit, the variable or the package."""
+    HELD with the versions, the limit, the variable, the package or the folder."""
     UNKNOWN = "unknown"
     """No known cause; a rank that only lost the connection to a peer; in a run that has trained, name resolution, a
     connection, HTTP 429, 500 or 502 to 504; `ulimit -u` or pids.max; an exit of a `command:` that may not be its fault.

@@ -167,6 +167,7 @@ class ProgressReport:
     work: tuple[tuple[int, ...], ...] = ()  # rank, steps, nanoseconds in each of `progress.SECTIONS`
     # For ranks of a pipeline in `samples`: rank, `StageActivity` as numbers, and the row of `SentMessages`.
     stages: tuple[tuple[int, ...], ...] = ()
+    waits: str = ""  # what the node's preparation waits for, if another process delays it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

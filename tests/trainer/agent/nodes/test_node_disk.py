@@ -3,34 +3,35 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from trainer.agent.nodes.node_disk import FolderLock, delete_unused, make_own_folder
+from trainer.agent.nodes.node_disk import FolderLock, NotPrepared, delete_unused, make_own_folder
 
 DAY = 86400.0
 
 
 def test_the_users_own_folder_is_private_and_variables_are_the_nodes(tmp_path: Path):
-    own = make_own_folder("$DISK/x", {"DISK": str(tmp_path), "USER": "ann"})
+    own = make_own_folder("cluster.caches", "$DISK/x", {"DISK": str(tmp_path), "USER": "ann"})
     assert own.parent == tmp_path / "x"
     assert own.name.startswith("orch-")
     assert own.stat().st_mode & 0o777 == 0o700
-    assert make_own_folder(f"{tmp_path}/x", {}) == own
+    assert make_own_folder("cluster.caches", f"{tmp_path}/x", {}) == own
 
 
 @pytest.mark.parametrize(("text", "why"), [("$NOPE/x", "NOPE is not set on this node"), ("here", "an absolute path")])
 def test_a_place_that_is_unknown_is_refused(text: str, why: str):
-    with pytest.raises(ValueError, match=why):
-        make_own_folder(text, {})
+    with pytest.raises(NotPrepared, match=f"^cluster.caches=.*{why}"):
+        make_own_folder("cluster.caches", text, {})
 
 
 def test_a_folder_that_others_can_change_is_refused(tmp_path: Path):
-    own = make_own_folder(str(tmp_path), {})
+    own = make_own_folder("cluster.caches", str(tmp_path), {})
     own.chmod(0o777)
-    with pytest.raises(OSError, match="can be changed by everybody"):
-        make_own_folder(str(tmp_path), {})
+    with pytest.raises(NotPrepared, match="can be changed by everybody"):
+        make_own_folder("cluster.caches", str(tmp_path), {})
 
 
 def in_use(folder: Path) -> FolderLock:
@@ -71,6 +72,20 @@ def test_users_share_a_folder_and_their_death_frees_it(tmp_path: Path):
         other.kill()
         other.wait()
         FolderLock.own(tmp_path / "a").release()
+
+
+@pytest.mark.parametrize("take", [FolderLock.use, FolderLock.own])
+def test_a_wait_for_another_process_is_announced(tmp_path: Path, take: Callable[..., FolderLock]):
+    first, announced = FolderLock.own(tmp_path / "a"), []
+
+    def note(lock: Path) -> None:
+        announced.append(lock)
+        first.release()
+
+    take(tmp_path / "a", note).release()
+    assert announced == [tmp_path / ".a.lock"]
+    take(tmp_path / "a", note).release()
+    assert len(announced) == 1, "a free lock needs no wait"
 
 
 def test_a_lock_whose_folder_was_deleted_meanwhile_is_taken_again(tmp_path: Path):

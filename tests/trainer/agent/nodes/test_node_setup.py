@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from trainer.agent.fork_server.rank_variables import node_caches, rank_caches, rank_python
 from trainer.agent.nodes.node_setup import prepare_node
 from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.node_setup_config import StageConfig
 from trainer.protocol.config_sections.recipe_config import ClusterShape
 from trainer.protocol.events import EventKind
 from trainer.protocol.failures.outcome import ExitCode, FailureKind
+from trainer.protocol.rank_variables import node_caches, rank_caches, rank_python
 
 PROGRAM = """
 import json, os, sys, tempfile
@@ -74,7 +74,7 @@ def test_a_damaged_archive_ends_the_run_with_the_reason(job, folder, stage):
     work.ends(ExitCode.NEVER_RETRY, ExitCode.NEVER_RETRY)
     failure = work.outcome().failure
     assert failure is not None
-    assert failure.kind is FailureKind.USER_ERROR
+    assert failure.kind is FailureKind.INSTALLATION
     assert "env.tar is damaged or has changed" in failure.reason
 
 
@@ -122,10 +122,10 @@ def test_ranks_are_bound_to_their_share_of_the_jobs_cores(job, folder, bind):
 
 def test_what_the_user_has_set_is_kept(tmp_path):
     assert node_caches(tmp_path, {"TMPDIR": "/t", "HF_HOME": "/h"}) == {"ORCH_CACHES": str(tmp_path)}
-    assert rank_caches("rank-1", {"ORCH_CACHES": "/c", "TRITON_CACHE_DIR": "/t"}) == {
+    assert rank_caches(1, {"ORCH_CACHES": "/c", "TRITON_CACHE_DIR": "/t"}) == {
         "TORCHINDUCTOR_CACHE_DIR": "/c/rank-1/inductor"
     }
-    assert rank_caches("rank-1", {}) == {}
+    assert rank_caches(1, {}) == {}
     assert rank_python({}) == sys.executable
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.agent.nodes.stage_archive import MARKER, StagedArchive, StageFailed, stage_archive
+from trainer.agent.nodes.node_disk import ARCHIVE, DISK, FOLDER, NotPrepared
+from trainer.agent.nodes.stage_archive import MARKER, StagedArchive, stage_archive
 from trainer.protocol.config_sections.node_setup_config import StageConfig
 
 PYTHON = "#!/bin/sh\necho staged\n"
@@ -112,9 +113,9 @@ def test_a_damaged_archive_is_refused_and_leaves_nothing(tree: Path, tmp_path: P
     else:
         content[len(content) // 2] ^= 1
     archive.write_bytes(content)
-    with pytest.raises(StageFailed, match=rf"env{ending} is damaged or has changed: its SHA-256 is") as caught:
+    with pytest.raises(NotPrepared, match=rf"env{ending} is damaged or has changed: its SHA-256 is") as caught:
         stage_archive(wanted, {})
-    assert not caught.value.full
+    assert caught.value.check == ARCHIVE
     (own,) = disk.iterdir()
     assert list(own.iterdir()) == []
 
@@ -122,7 +123,7 @@ def test_a_damaged_archive_is_refused_and_leaves_nothing(tree: Path, tmp_path: P
 def test_an_archive_whose_digest_is_right_but_whose_content_is_not_an_archive(tmp_path: Path):
     archive = tmp_path / "x.tar.gz"
     archive.write_bytes(b"no archive")
-    with pytest.raises(StageFailed, match=r"x.tar.gz cannot be unpacked: .*not in gzip format"):
+    with pytest.raises(NotPrepared, match=r"x.tar.gz cannot be unpacked: .*not in gzip format"):
         stage(archive, tmp_path / "disk")
 
 
@@ -131,14 +132,22 @@ def test_a_missing_program_is_named(tree: Path, tmp_path: Path, monkeypatch: pyt
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "tar").symlink_to(shutil.which("tar") or "tar")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    with pytest.raises(StageFailed, match="zstd is not installed on this node; install it, or stage a .tar"):
+    with pytest.raises(NotPrepared, match="zstd is not installed on this node; install it, or stage a .tar"):
         stage(archive, tmp_path / "disk")
 
 
 def test_a_missing_archive_is_named(tmp_path: Path):
     missing = StageConfig(archive=str(tmp_path / "no.tar"), to=str(tmp_path), sha256="0" * 64)
-    with pytest.raises(StageFailed, match=r"no.tar to .*: No such file or directory: .*no.tar"):
+    with pytest.raises(NotPrepared, match=r"no.tar to .*: No such file or directory: .*no.tar"):
         stage_archive(missing, {})
+
+
+def test_a_folder_that_cannot_be_used_is_named_with_the_command_to_type(tree: Path, tmp_path: Path):
+    (tmp_path / "disk").touch()
+    with pytest.raises(NotPrepared, match=r"^cluster.stage.to=.*/disk cannot be used on this node: ") as caught:
+        stage(pack(tree, ".tar"), tmp_path / "disk")
+    assert caught.value.check == FOLDER
+    assert "`orch resume RUN cluster.stage.to=FOLDER` chooses a folder that you may write to" in str(caught.value)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
@@ -151,9 +160,9 @@ def test_a_full_disk_is_the_nodes_fault_and_the_part_is_deleted(tree: Path, tmp_
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(disk)], check=True)
     try:
-        with pytest.raises(StageFailed, match=r"is full while unpacking .*; cluster.stage.to=FOLDER") as caught:
+        with pytest.raises(NotPrepared, match=r"is full while unpacking .*; cluster.stage.to=FOLDER") as caught:
             stage_archive(wanted, {})
-        assert caught.value.full
+        assert caught.value.check == DISK
         (own,) = disk.iterdir()
         assert list(own.iterdir()) == []
     finally:
@@ -166,7 +175,7 @@ def test_condas_paths_are_fixed_where_the_archive_lies(tree: Path, tmp_path: Pat
     staged = stage(pack(tree, ".tar"), tmp_path / "disk")
     assert (staged.folder / "prefix").read_text() == f"{staged.folder}/bin/conda-unpack\n"
     (tree / "bin" / "conda-unpack").write_text("echo no prefix here >&2; exit 3\n")
-    with pytest.raises(StageFailed, match="conda-unpack failed: no prefix here"):
+    with pytest.raises(NotPrepared, match="conda-unpack failed: no prefix here"):
         stage(pack(tree, ".tar"), tmp_path / "disk")
 
 
@@ -204,7 +213,7 @@ def test_an_archive_of_read_only_folders_is_unpacked_and_deleted(tree: Path, tmp
 def test_a_link_to_an_interpreter_that_the_node_lacks_is_refused(tree: Path, tmp_path: Path):
     (tree / "bin" / "python").unlink()
     (tree / "bin" / "python").symlink_to("/no/such/python3")
-    with pytest.raises(StageFailed, match=r"bin/python of .*env.tar is a link that leads nowhere on this node"):
+    with pytest.raises(NotPrepared, match=r"bin/python of .*env.tar is a link that leads nowhere on this node"):
         stage(pack(tree, ".tar"), tmp_path / "disk")
 
 
@@ -217,7 +226,7 @@ def test_a_folder_is_no_interpreter(tree: Path, tmp_path: Path):
 def test_a_listed_digest_that_is_wrong_is_named(tree: Path, tmp_path: Path):
     archive = pack(tree, ".tar")
     archive.with_name("env.tar.sha256").write_text("0")
-    with pytest.raises(StageFailed, match=r"delete .*env.tar.sha256, or write it anew; then `orch resume RUN"):
+    with pytest.raises(NotPrepared, match=r"delete .*env.tar.sha256, or write it anew; then `orch resume RUN"):
         stage(archive, tmp_path / "disk", sha256="0" * 64)
 
 
@@ -225,7 +234,7 @@ def test_a_name_that_leads_outside_is_named(tree: Path, tmp_path: Path):
     archive = tmp_path / "env.tar"
     words = ["tar", "-cPf", str(archive), "-C", str(tree), "../env/data"]
     subprocess.run(words, check=True)
-    with pytest.raises(StageFailed, match=r"cannot be unpacked: .*Member name contains '..'"):
+    with pytest.raises(NotPrepared, match=r"cannot be unpacked: .*Member name contains '..'"):
         stage(archive, tmp_path / "disk")
 
 
@@ -238,6 +247,6 @@ def test_a_full_disk_is_understood_in_every_language(tree: Path, tmp_path: Path,
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
     monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
-    with pytest.raises(StageFailed) as caught:
+    with pytest.raises(NotPrepared) as caught:
         stage(archive, tmp_path / "disk")
-    assert caught.value.full
+    assert caught.value.check == DISK

@@ -30,10 +30,14 @@ def node_caches(folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in found.items() if name not in environ}
 
 
-def rank_caches(place: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables for compiler caches, which ranks must not share; `place` names the rank on its node."""
+def rank_caches(on_machine: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables for compiler caches, which ranks must not share.
+
+    `on_machine` numbers the job's ranks on one machine: with simulated nodes it is the rank, else the local rank.
+    """
     folder = environ.get(CACHES_VARIABLE)
     if not folder:
         return {}
     names = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
+    place = f"rank-{on_machine}"
     return {name: os.path.join(folder, place, part) for name, part in names.items() if name not in environ}

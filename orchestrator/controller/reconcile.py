@@ -316,6 +316,8 @@ class Controller:
             user_requests.advance_cancel(self.actor, view, snapshot)
         verdict = judge(evidence)
         if verdict[0] is AttemptState.RUNNING:
+            if evidence.requeued_job is not None:
+                self.actor.note(view.run, verdict[1])
             return fresh
         lost = view.last.job_id
         if verdict[0] is AttemptState.LOST and lost is not None and lost not in snapshot.polled:

@@ -2,10 +2,12 @@
 
 After a node failure, an expedited requeue (Slurm 25.11) keeps the surviving nodes for the job under the same id, as
 another run of the job with its own SLUID. Slurm starts the job's script again, and its agents wait for the GO of the
-attempt that continues in it. This also happens after a `scontrol requeue` that gives the job nodes at once. A requeued
-job that waits or is held is unwanted, because a new job starts sooner: orch cancels it.
+attempt that continues in it. This also happens after a `scontrol requeue` that gives the job nodes at once, and if a
+person holds the job: the attempt then waits for its release. Any other requeued job that waits, or that Slurm itself
+holds, is unwanted, because a new job starts sooner: orch cancels it.
 """
 
+import re
 from secrets import token_hex
 
 from checkpointing.storage.durable import dump_line, write_durably
@@ -24,6 +26,17 @@ _KEEPS_NODES = frozenset({"EXPEDITING", "CONFIGURING", "RUNNING"})
 """States of a requeued job that has nodes. After most other requeues, a job is PENDING or held."""
 
 
+_PERSONS_HOLD = re.compile(r"JobHeld(User|Admin)|job requeued in held state")
+"""Reasons of a PENDING job after `scontrol hold` and `scontrol requeuehold`.
+
+Slurm's own hold after a failed job has the state REQUEUE_HOLD, and after a failed launch another reason.
+"""
+
+
+def _has_persons_hold(job: JobStatus) -> bool:
+    return job.held and _PERSONS_HOLD.fullmatch(job.reason) is not None
+
+
 def why_not_continued(view: ControlledRun, job: JobStatus) -> str:
     """Return why the next attempt needs a new job; empty if it can continue in this requeued one."""
     last = view.last
@@ -31,7 +44,7 @@ def why_not_continued(view: ControlledRun, job: JobStatus) -> str:
         return "the run is being cancelled"
     if view.config.recovery.requeue != AUTO:
         return f"recovery.requeue is {view.config.recovery.requeue}"
-    if job.held or job.state not in _KEEPS_NODES:
+    if job.state not in _KEEPS_NODES and not _has_persons_hold(job):
         return f"it is {job.state}{' and held' if job.held else ''}"
     if last.base_digest != view.run.config_digest or last.number < view.run.fresh_from:
         return "the run's configuration has changed"

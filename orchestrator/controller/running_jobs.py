@@ -160,6 +160,8 @@ SAVED_WITHIN = 30.0
 
 def is_held_by_person(actor: Actor, view: ControlledRun, job: JobStatus) -> bool:
     """Return whether a person holds a released job. A release that Slurm lost looks the same, but is more recent."""
+    if view.last.restarts:  # orch continues only in requeued jobs that it need not release
+        return job.held
     key = f"unheld:{view.run.name}/{view.last.number}"
     if not job.held:
         actor.observed.age(key, job.job_id)

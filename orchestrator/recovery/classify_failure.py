@@ -321,7 +321,8 @@ def _stood_still(evidence: Evidence, job: JobStatus | None) -> Failure | None:
 def _failure_from_slurm(job: JobStatus, outcome: AttemptOutcome | None) -> Failure:
     kind = _SLURM_KINDS[job.state]
     seen = outcome.failure if outcome else None
-    detail = f" ({job.reason})" if job.reason and job.reason != "None" else ""
+    # A hold is no cause: Slurm may still record that of the submission, or one that was released since.
+    detail = f" ({job.reason})" if job.reason and job.reason != "None" and not job.reason.startswith("JobHeld") else ""
     reason = f"Slurm ended job {job.job_id}: {job.state}{detail}"
     node = job.nodes_down[0] if kind is FailureKind.NODE_LOST and job.nodes_down else None
     if seen is not None and kind in (FailureKind.NODE_LOST, FailureKind.OUT_OF_MEMORY):

@@ -77,6 +77,30 @@ def test_any_other_requeued_job_is_cancelled_and_a_new_one_follows(tmp_path: Pat
     assert cancels(world) <= 1
 
 
+@pytest.mark.parametrize("reason", ["JobHeldAdmin", "JobHeldUser", "job requeued in held state"])
+def test_a_persons_hold_on_a_requeued_job_holds_the_run_until_its_release(tmp_path: Path, reason: str) -> None:
+    world = world_with_sluids(tmp_path)
+    training(world, 12)
+    (job,) = world.slurm.running()
+    world.slurm.requeue(job)
+    job.held, job.eligible, job.reason = True, 0.0, reason
+    world.turns(120, 1.0)
+    assert (job.held, cancels(world), len(world.slurm.jobs)) == (True, 0, 1)
+    assert "a user holds it: `scontrol release 1`" in world.run.reason
+    job.held = False
+    assert world.finish(seconds=1.0).state is RunState.SUCCEEDED
+    assert [attempt.job_id for attempt in world.attempts] == ["1", "1"]
+
+
+def test_the_reason_shows_a_requeue_while_accounting_is_asked_for_its_cause(tmp_path: Path) -> None:
+    world = world_with_sluids(tmp_path)
+    training(world, 12)
+    world.slurm.slurm_faults = SlurmFaults(accounting=False)
+    world.slurm.expedite(world.slurm.running()[0])
+    world.turns(3, 1.0)
+    assert world.run.reason == "Slurm has requeued the job: waiting for accounting to show why"
+
+
 def test_a_job_requeued_while_its_run_ends_is_cancelled(tmp_path: Path) -> None:
     world = world_with_sluids(tmp_path, max_failures=1, no_progress_hours=0.0)
     world.turns(60, 1.0, lambda: bool(world.slurm.running()))

@@ -339,6 +339,13 @@ def test_failed_launch_on_a_node_differs_from_a_persons_scancel(name: str) -> No
     assert words in failure.reason
 
 
+def test_a_hold_does_not_explain_a_jobs_end() -> None:
+    for reason in ("JobHeldUser", "JobHeldAdmin"):
+        ended = job("NODE_FAIL", reason=reason, nodes_down=("n2",))
+        assert classify(evidence(job=ended)).reason == "Slurm ended job 7: NODE_FAIL"
+    assert classify(evidence(job=job("NODE_FAIL", reason="NodeDown"))).reason.endswith("NODE_FAIL (NodeDown)")
+
+
 NO_APPTAINER = "slurmstepd: error: execve(): apptainer: No such file or directory"
 EXIT_OF_ALL = "srun: error: n[1-2]: tasks 0-1: Exited with exit code 2"
 MISSING_PROGRAMS = {

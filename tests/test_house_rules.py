@@ -34,6 +34,8 @@ EXEMPT = {
 }
 """Allowed imports between folders of `trainer/`; `trainer/models/` may import all but the agent."""
 AGENT_LAYERS = (
+    "instrument",
+    "adapters",
     "control",
     "processes",
     "flight",

@@ -1,0 +1,62 @@
+"""The table of adapters, and what every adapter has."""
+
+import ast
+import inspect
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer.agent.adapters import registry
+from trainer.agent.instrument import stop_agreement
+
+
+def test_every_adapter_has_all_functions() -> None:
+    for name in registry.NAMES:
+        adapter = registry.load(name)
+        for function in ("install", "checkpoints", "damage", "resume"):
+            wanted = list(inspect.signature(getattr(registry.Adapter, function)).parameters)[1:]
+            assert list(inspect.signature(getattr(adapter, function)).parameters) == wanted, (name, function)
+        assert all(isinstance(reason, str) for reason in adapter.EXIT_CODES.values())
+        assert adapter.resume("") == ({}, [])
+        assert adapter.resume("/c/7")[0]["ORCH_RESUME_PATH"] == "/c/7"
+
+
+def test_one_file_and_one_row_each() -> None:
+    files = {path.stem for path in Path(registry.FOLDER).glob("*.py")} - {"__init__", "registry", "host"}
+    assert files == set(registry.NAMES)
+
+
+def test_programs_of_python_3_9_can_load_the_files() -> None:
+    """They need only the standard library and the syntax of Python 3.9."""
+    for path in [*Path(registry.FOLDER).glob("*.py"), Path(stop_agreement.__file__)]:
+        tree = ast.parse(path.read_text(), feature_version=(3, 9))
+        for node in tree.body:
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [one.name for one in node.names]
+                assert {name.split(".")[0] for name in names} <= sys.stdlib_module_names, path
+
+
+def test_the_first_framework_of_a_program_wins() -> None:
+    assert registry.choose("torch,plain, hf") == "hf"
+    assert registry.choose("torch") == "plain"
+    with pytest.raises(LookupError, match="no adapter jax: the adapters are hf, "):
+        registry.load("jax")
+
+
+def test_exit_code_0_before_the_last_step_is_not_the_end() -> None:
+    assert registry.exit_meaning("plain", 0, 40, 100) == "exit code 0 at step 40 of 100"
+    assert registry.exit_meaning("plain", 0, 100, 100) == ""
+    assert registry.exit_meaning("plain", 0, 40, 0) == ""
+    assert registry.exit_meaning("plain", 1, 40, 100) == ""
+
+
+def test_files_of_programs_that_use_torch_save(tmp_path: Path) -> None:
+    plain = registry.load("plain")
+    for name in ("model_step_30.pt", "model_step_4.pt", "model_step_50.pt.tmp", "notes-7.txt", "best.pt"):
+        (tmp_path / name).write_bytes(b"PK")
+    assert plain.checkpoints(str(tmp_path)) == [
+        (4, str(tmp_path / "model_step_4.pt")), (30, str(tmp_path / "model_step_30.pt")),
+    ]  # fmt: skip
+    (tmp_path / "model_step_30.pt").write_bytes(b"")
+    assert plain.damage(str(tmp_path / "model_step_30.pt")) == "is empty"

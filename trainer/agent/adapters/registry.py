@@ -1,0 +1,92 @@
+"""Table of framework adapters.
+
+Each adapter is a file of this folder with two halves. `install` runs in the training program, after the framework has
+been imported there. The other functions run in the agent. Both processes load the file by its path, so adapters and
+this table need only the standard library (Python 3.9).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from typing import Any, NamedTuple, Protocol, cast
+
+FOLDER = os.path.dirname(os.path.abspath(__file__))
+AGREEMENT = os.path.join(os.path.dirname(FOLDER), "instrument", "stop_agreement.py")
+
+
+class Row(NamedTuple):
+    """An adapter and the modules whose import in a program selects it."""
+
+    name: str
+    modules: tuple[str, ...]
+
+
+ROWS = (
+    Row("hf", ("transformers.trainer",)),
+    Row("plain", ("torch.serialization",)),
+)
+"""Adapters by priority: a Trainer uses Accelerate, which uses torch, and only the first of them answers requests."""
+NAMES = tuple(row.name for row in ROWS)
+
+
+class Adapter(Protocol):
+    """Functions of an adapter."""
+
+    def install(self, module: Any, host: Any) -> None:
+        """Hook the framework in this program. `module` is the imported module, `host` an `AdapterHost`."""
+
+    def checkpoints(self, folder: str) -> list[tuple[int, str]]:
+        """Return steps and paths of all checkpoints in a folder, lowest step first. Raises OSError."""
+
+    def damage(self, path: str) -> str:
+        """Return why a checkpoint is incomplete, or "" if it is complete. Raises OSError.
+
+        Only the framework's own rules are checked, such as missing files; torn files are found by their formats.
+        """
+
+    def resume(self, path: str) -> tuple[dict[str, str], list[str]]:
+        """Return variables and arguments for a start from this checkpoint; "" stands for a start without one."""
+
+    EXIT_CODES: dict[int, str]
+    """Exit codes that do not mean a failure, with their reasons."""
+
+
+def load(name: str) -> Adapter:
+    """Return an adapter. Raises LookupError for an unknown name."""
+    if name not in NAMES:
+        raise LookupError(f"no adapter {name}: the adapters are {', '.join(NAMES)}")
+    return cast("Adapter", load_file(f"orch_adapter_{name}", os.path.join(FOLDER, f"{name}.py")))
+
+
+def load_file(name: str, path: str) -> Any:
+    """Return the module in this file, loaded once per process under this name."""
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return sys.modules.setdefault(name, module)
+
+
+def install(name: str, module: Any, rank: Any) -> None:
+    """Install an adapter in this program. `rank` is the `ProgramRank`."""
+    host = load_file("orch_adapter_host", os.path.join(FOLDER, "host.py"))
+    agreement = load_file("orch_stop_agreement", AGREEMENT)
+    load(name).install(module, host.start_requests(rank, agreement.start_agreement).make_host(name, NAMES.index(name)))
+
+
+def choose(frameworks: str) -> str:
+    """Return the adapter for the frameworks that a program has imported, separated by commas; plain for others."""
+    found = {word.strip() for word in frameworks.split(",")}
+    return next((row.name for row in ROWS if row.name in found), "plain")
+
+
+def exit_meaning(name: str, code: int, step: int, total: int) -> str:
+    """Return why a rank's exit code does not mean what it says, or "" if it does. `total` is 0 if it is unknown."""
+    if code == 0 and 0 < step < total:
+        return f"exit code 0 at step {step} of {total}"
+    return load(name).EXIT_CODES.get(code, "")

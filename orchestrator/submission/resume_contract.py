@@ -69,7 +69,7 @@ _TERMS: Mapping[Term, str] = {
         cluster.gpus cluster.partition cluster.account cluster.qos cluster.constraint cluster.exclude
         cluster.sbatch cluster.bind cluster.caches cluster.stage.to cluster.stage.keep_days cluster.stage.seconds
         parallel.tp_across_nodes parallel.fsdp.reshard_after_forward parallel.fsdp.prefetch
-        train.recompute train.peak_tflops checkpoint recovery detection restore_tests logs notify budgets
+        train.recompute train.peak_tflops checkpoint recovery detection watch restore_tests logs notify budgets
     """,
     Term(Rule.ACCEPT, "ranks see different variables"): "env env_from secrets_file",
     _SUMS: """

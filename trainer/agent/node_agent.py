@@ -287,7 +287,7 @@ class NodeAgent:
         self._events.generation = start.generation
         ranks = self._ranks = LocalRanks(start.generation, self._local_ranks())
         writer = self._writers.writer_pid if self._writers is not None else no_writer
-        self._sampler = Sampler(ranks, self._node.name, writer)
+        self._sampler = Sampler(ranks, self._node.name, writer, command=bool(self._config.command))
         if self._link is None or self._link.lost:
             # It died after the other nodes were ready; its replacement is for the next generation.
             ranks.mark_never_started()
@@ -295,7 +295,7 @@ class NodeAgent:
             return
         self._report_binding(start.node_rank, ranks)
         for local_rank, local in enumerate(ranks.by_rank.values()):
-            order = self._launcher.launch_order(start, local_rank)
+            order = self._launcher.launch_order(start, local_rank, ranks.files(self._sockets))
             # If the fork server is lost here, `_on_fork_server_lost` runs next and kills these ranks as orphans.
             self._start_rank(order, local, local_rank)
             self._watch_control_socket(local)

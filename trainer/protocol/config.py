@@ -12,6 +12,7 @@ from trainer.protocol.command_progress import CommandCheckpointsConfig, CommandP
 from trainer.protocol.config_sections.fault_detection_config import DetectionConfig, DrillConfig
 from trainer.protocol.config_sections.limits import require_least
 from trainer.protocol.config_sections.recipe_config import ClusterShape, ModelConfig, TrainConfig
+from trainer.protocol.config_sections.watch_config import WatchConfig
 from trainer.protocol.logs.log_rotation import LogsConfig
 from trainer.protocol.plain_data import build
 from trainer.protocol.run_dir import RunDir
@@ -131,6 +132,7 @@ class ProgramConfig:
     """A torchrun script with its interpreter and arguments, to run instead of a workload."""
     checkpoints: CommandCheckpointsConfig = field(default_factory=CommandCheckpointsConfig)
     progress: CommandProgressConfig = field(default_factory=CommandProgressConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig)
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables for the ranks. Not for secrets, because `config.json` and the registry store the values."""
     env_from: tuple[str, ...] = ()

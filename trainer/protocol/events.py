@@ -36,7 +36,8 @@ class EventKind(StrEnum):
     RANK_EXITED = "rank.exited"  # rank, node, exit_code, signal, reason
     DECISION = "decision"  # action, reason
     # name, kind, rank, node, phase, step, reason, waiting [ranks], evidence (path), detected (s);
-    # culprits [{rank, node, kind, reason}]: all root causes; chain: which rank waits for which
+    # culprits [{rank, node, kind, reason}]: all root causes; chain: which rank waits for which; withdrawn (bool: ranks
+    # moved again) (, observed: nothing was killed, because of watch.action)
     INCIDENT = "incident"
     STRAGGLER = "straggler"  # rank, node, section, ratio, step, steps, gpu_hours, over (bool: back to normal speed)
     BATCH_SKIPPED = "batch.skipped"  # step, position, reason: skipped from now on

@@ -106,6 +106,10 @@ class AttemptDir:
         """Return the file in which torch's `@record` stores the exception of a command's rank."""
         return self.outcomes / f"error-rank-{rank:05d}.g{generation:03d}.json"
 
+    def program_saves(self, node_rank: int) -> Path:
+        """Return the file in which the ranks of one node list the checkpoints that their program has saved."""
+        return self.outcomes / f"saves-node-{node_rank:04d}.jsonl"
+
     def rank_errors(self, node: str) -> Path:
         """Return the file with the collected errors of one node's ranks, one line each."""
         return self.outcomes / f"errors-{node}.jsonl"

@@ -175,9 +175,10 @@ class RunningAttempt:
 
     def merge_reports(self) -> None:
         """Update the attempt's progress from the nodes' reports."""
-        self.progress.merge(self.reports())
-        if self.config.command:
-            self.progress.phase = "command"  # phases of a user program are unknown
+        reports, command = self.reports(), bool(self.config.command)
+        self.progress.merge(reports, steps=not (command and self.config.progress.pattern))
+        if command and not any(report.stepped for report in reports):
+            self.progress.phase = "command"  # phases of a program that is not instrumented are unknown
 
     def heartbeat(self) -> Heartbeat:
         nodes, waits = self.roster.names(), self.roster.describe_waits()

@@ -21,15 +21,15 @@ MOST = 64
 
 def rank_readings(
     seen: Sequence[RankSample], *, world: int, time: float, generation: int, p99: Mapping[str, float],
-    ratios: Mapping[int, float], command: bool = False,
+    ratios: Mapping[int, float],
 ) -> RankReadings:  # fmt: skip
     """Return one reading of the sampled ranks. `ratios` has an entry for each rank whose own work takes longer than its
-    peers'. `command` is true for a user program, whose step, phase and last sign of life are unknown.
+    peers'. The step, phase and last sign of life of a user's program are known only if it is instrumented.
     """
     ranks = tuple(
         RankReading(
-            rank=one.rank, node=one.node, step=None if command else one.step,
-            phase="command" if command else one.phase, age=None if command else round(one.age, 1),
+            rank=one.rank, node=one.node, step=one.step if one.reports_steps else None,
+            phase=one.phase if one.reports_steps else "command", age=round(one.age, 1) if one.reports_steps else None,
             state=one.state, ratio=ratios.get(one.rank), ended=one.ended,
             moment="" if one.moment is None else str(one.moment),
         )
@@ -46,6 +46,7 @@ class AttemptProgress:
         self.step = self.total = self.saved = 0
         self.loss: float | str | None = None
         self.phase = "init"
+        self.from_ranks = False  # the step comes from the ranks themselves
         self._saves: dict[int, str] = {}
         self.unsaved_bytes = 0  # size of the checkpoint that last failed to save
 
@@ -64,16 +65,18 @@ class AttemptProgress:
         if trouble:
             self._saves[rank] = trouble[:LONGEST_TROUBLE]
 
-    def merge(self, reports: Sequence[ProgressReport]) -> None:
-        """Merge every node's newest report, starting with node rank 0; nodes without a step are ignored."""
+    def merge(self, reports: Sequence[ProgressReport], *, steps: bool = True) -> None:
+        """Merge every node's newest report, starting with node rank 0; nodes without a step are ignored.
+        Without `steps`, the step and loss have another source.
+        """
         if not reports:
             return
         slowest = min(reports, key=lambda report: report.step)
         self.phase = slowest.phase or self.phase
         self.saved = max(self.saved, *(report.saved for report in reports))
         self.total = max(self.total, *(report.total for report in reports))
-        if slowest.step > 0:
-            self.step = slowest.step
+        if slowest.step > 0 and steps:
+            self.step, self.from_ranks = slowest.step, True
             self.loss = self.loss if reports[0].loss is None else reports[0].loss
 
     def beat(self, *, generation: int, nodes: list[str], state: str, waits: str = "") -> Heartbeat:

@@ -23,6 +23,7 @@ from trainer.agent.watch.hang_limits import RankSample, after_hangs
 from trainer.agent.watch.stragglers import WorkWindows
 from trainer.agent.watch.waiting_ranks import HangKind, StageNeighbours
 from trainer.protocol.config_sections.scheduler_kinds import traits
+from trainer.protocol.config_sections.watch_config import AUTO, OBSERVE
 from trainer.protocol.events import EventKind
 from trainer.protocol.failures.outcome import Failure, FailureKind
 from trainer.protocol.failures.rank_end import RankEnd
@@ -110,6 +111,7 @@ def write_verdict(bundle: Path, incident: Incident, seen: list[RankSample], *, w
         "schema": "orch.incident/1",
         **event_fields(incident, bundle.name, withdrawn=withdrawn),
         "waiting": list(judgement.waiting),
+        "witnesses": list(judgement.witnesses),
         "culprits": [asdict(one) for one in judgement.culprits],
         "allowed_seconds": judgement.limit,
         "ranks": [asdict(one) for one in seen],
@@ -154,13 +156,15 @@ class JobMonitor:
             )
 
     def _new_hang_detector(self, generation: int) -> HangDetector:
-        # A user program reports no steps, so a stall cannot be detected.
-        seen = not self._config.command
+        # Without the start-up module, a program reports no steps.
+        command = bool(self._config.command)
+        seen = not command or self._config.watch.instrument == AUTO
         hang = after_hangs(self._config.detection.hang, self._state.history.hangs)
         world = self._config.cluster.world_size
         gpus, pipeline = bool(self._config.cluster.gpus_per_node), self._config.parallel.pipeline
         return HangDetector(
-            hang, self._roster, generation, time.monotonic(), world=world, seen=seen, on_gpus=gpus,
+            hang, self._roster, generation, time.monotonic(), world=world, seen=seen, program=command,
+            on_gpus=gpus,
             stages=StageNeighbours(pipeline, world) if self._config.parallel.sends_messages else None,
         )  # fmt: skip
 
@@ -183,10 +187,9 @@ class JobMonitor:
     def rank_readings(self, wall: float) -> RankReadings:
         snapshot = self._hang_detector.snapshot
         ratios = {verdict.rank: verdict.ratio for verdict in self._work_windows.slow()} if self._work_windows else {}
-        seen, command = snapshot.worst(time.monotonic(), MOST, ratios), bool(self._config.command)
+        seen = snapshot.worst(time.monotonic(), MOST, ratios)
         return rank_readings(
             seen, world=len(snapshot), time=wall, generation=self._generation, p99=snapshot.p99(), ratios=ratios,
-            command=command,
         )  # fmt: skip
 
     async def check(self) -> Failure | None:
@@ -261,8 +264,13 @@ class JobMonitor:
         except (OSError, TimeoutError) as error:  # the disk may also have caused the hang
             sys.stderr.write(f"orch-agent: cannot write {bundle}: {error!r}\n")
         path = str(bundle.relative_to(self._state.run_dir.path))
-        self._events.write(EventKind.INCIDENT, **event_fields(incident, path, withdrawn=withdrawn))
+        observed = self._config.watch.action == OBSERVE
+        fields = event_fields(incident, path, withdrawn=withdrawn)
+        self._events.write(EventKind.INCIDENT, **fields, **({"observed": True} if observed else {}))
         if withdrawn:
             self._hang_detector.withdraw()
+            return None
+        if observed:
+            self._hang_detector.observe()
             return None
         return build_failure(incident.judgement, path)

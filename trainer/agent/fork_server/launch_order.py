@@ -10,10 +10,12 @@ from pathlib import Path
 
 from trainer.agent.control import tcp_transport
 from trainer.agent.flight.recorder import FlightSockets
+from trainer.agent.fork_server.instrumentation import RankFiles, instrument
 from trainer.agent.fork_server.rank_binding import Place, Topology, bind_ranks
 from trainer.protocol.command_progress import FOLDER_VARIABLE
 from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.scheduler_kinds import traits
+from trainer.protocol.config_sections.watch_config import AUTO
 from trainer.protocol.messages.agents import StartGeneration
 from trainer.protocol.messages.ranks import RankSpec, StartRank
 from trainer.protocol.node_identity import NodeIdentity
@@ -124,7 +126,8 @@ class RankLauncher:
         self._run, self._attempt, self._config, self._identity = run, attempt, config, identity
         self._environ, self._reached_at, self._sockets = environ, host, sockets
 
-    def launch_order(self, start: StartGeneration, local_rank: int) -> StartRank:
+    def launch_order(self, start: StartGeneration, local_rank: int, files: RankFiles | None = None) -> StartRank:
+        """Return the order for one rank. `files` are those that a program's start-up module opens."""
         config, spec = self._config, self._spec(start, local_rank)
         place = place_on_machine(self._identity, config, start.node_rank)
         cores = self.bind(start.node_rank)[0][local_rank]
@@ -133,6 +136,9 @@ class RankLauncher:
         if start.master is None:
             return order
         folder, environ = working_directory(self._run, config), self._command_environment(spec, start.master) | caches
+        if files is not None and config.watch.instrument == AUTO:
+            watchdog, saves = self._attempt.watchdog_flight(start.generation), self._attempt.program_saves(spec.node)
+            environ |= instrument(files, {**self._environ, **environ}, watchdog, saves)
         return replace(
             order, spec=None, env=environ, command=with_interpreter(config, self._environ), folder=str(folder)
         )

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+from trainer.agent.flight.recorder import FlightSockets
+from trainer.agent.fork_server.instrumentation import RankFiles
 from trainer.agent.fork_server.link import ForkServerLink
 from trainer.agent.processes.proc import OomKills, kill_children, kill_group
 from trainer.protocol.config_sections.fault_detection_config import KINDS
@@ -92,6 +94,15 @@ class LocalRanks:
             cell = ProgressCell.create(f"orch-progress-{rank}")
             stacks = os.memfd_create(f"orch-stacks-{rank}", os.MFD_CLOEXEC)
             self.by_rank[rank] = LocalRank(rank=rank, cell=cell, control=ours, theirs=theirs, stacks=stacks)
+
+    def files(self, sockets: FlightSockets) -> RankFiles:
+        """Return the files that the start-up modules of these ranks open."""
+        everybody = self.by_rank.values()
+        return RankFiles(
+            cells=tuple(local.cell.descriptor for local in everybody),
+            stacks=tuple(local.stacks for local in everybody),
+            sockets=tuple(sockets.path(local.rank, self.generation) for local in everybody),
+        )
 
     def memory_kill(self, rank: int, number: int | None) -> str:
         """Describe how the kernel killed this rank for lack of memory. Return "" if it did not."""

@@ -205,7 +205,7 @@ class CommandProgress:
         """Set the run's saved step to that of the newest existing checkpoint."""
         reported = [one for one in self._latest if one.identity in self._reported]
         self._progress.saved = max((one.step for one in reported if not one.earlier), default=0)
-        if self._counts_steps:
+        if self._counts_steps and not self._progress.from_ranks:
             self._progress.step = max((one.step for one in reported), default=0)
 
     def _write_event(self, one: CommandCheckpoint, *, anew: bool) -> None:

@@ -41,6 +41,7 @@ from trainer.agent.watch.waiting_ranks import (
     never_sent,
     with_stage_waits,
 )
+from trainer.agent.watch.witnesses import weigh
 from trainer.protocol.config_sections.fault_detection_config import HangConfig
 from trainer.protocol.failures.outcome import Culprit
 from trainer.protocol.messages.agents import (
@@ -87,6 +88,7 @@ class HangJudgement:
     limit: float = 0.0
     culprits: tuple[Culprit, ...] = ()  # all roots, starting with the one for `culprit`; empty if no rank is named
     chain: str = ""  # path of waits, from the flight records
+    witnesses: tuple[str, ...] = ()  # for a user's program: what each witness shows
 
 
 def judge(
@@ -141,6 +143,17 @@ def judge(
         return HangJudgement(verdict=HangVerdict.LOOK, reason=f"the flight records are {format_seconds(found)} old")
     late = [one for one in suspicion.others if excess(one)[0] >= 0]
     return _hung(replace(suspicion, others=tuple(late)), allowed, live, lock_held)
+
+
+def with_witnesses(judgement: HangJudgement, seen: Sequence[RankSample], finding: Finding | None) -> HangJudgement:
+    """Return the judgement on a user's program: a hang only if enough witnesses agree."""
+    if judgement.verdict is not HangVerdict.HUNG:
+        return judgement
+    weighed = weigh(judgement.culprit, seen, finding)
+    if not weighed.enough:
+        return fine(f"{judgement.reason}; not declared a hang: {weighed.reason}")
+    words = tuple(f"{one.witness}: {one.words}" for one in weighed.testimonies)
+    return replace(judgement, reason=f"{judgement.reason}; witnesses: {weighed.reason}", witnesses=words)
 
 
 def _still_moving(mover: RankSample, quiet: float, due: float, report_gaps: Gaps) -> str:
@@ -293,19 +306,21 @@ class HangDetector:
 
     def __init__(
         self, config: HangConfig, roster: Roster, generation: int, started: float, *, world: int, seen: bool = True,
-        on_gpus: bool = False, stages: StageNeighbours | None = None,
+        program: bool = False, on_gpus: bool = False, stages: StageNeighbours | None = None,
     ) -> None:  # fmt: skip
-        """If the ranks' steps are unknown, `seen` is False and nothing is judged.
+        """If the ranks' steps are unknown, `seen` is False and nothing is judged. `program` means that the ranks run a
+        user's program, so that a verdict needs two witnesses.
         `stages` holds the neighbours of ranks whose messages are not recorded.
         """
         self._config, self._roster, self._generation = config, roster, generation
-        self._on, self._on_gpus, self._stages = config.on and seen, on_gpus, stages
+        self._on, self._on_gpus, self._stages, self._program = config.on and seen, on_gpus, stages, program
         self.snapshot = JobSnapshot(started, world)
         self._query: _FlightQuery | None = None
         self._serial = self._incidents = 0
         calm, close = calm_seconds(len(roster.members)), report_seconds(len(roster.members))
         self._report_gaps = ReportGaps(max(LONGEST, 3 * calm), max(LONGEST, 3 * close))
         self._sparse, self._attended = calm > close, float("-inf")  # _attended: last request for more reports
+        self._observed = float("-inf")  # declaration of the newest incident that was only reported
         self._halted: dict[int, float] = {}  # since when a rank's process has been seen halted
         self.incident: Incident | None = None
 
@@ -343,9 +358,9 @@ class HangDetector:
         if self.incident is not None:
             return self.incident if not self.incident.waits or now >= self.incident.until else None
         quiet = now - self.snapshot.moved
-        if not self._on or quiet < QUIET_SECONDS or not len(self.snapshot):
+        if not self._on or quiet < QUIET_SECONDS or not len(self.snapshot) or self._observed > self.snapshot.moved:
             return None
-        limits = Limits(self._config, self.snapshot.p99())
+        limits = Limits(self._config, self.snapshot.p99(), program=self._program)
         if quiet >= limits.look_after / 2:
             self._attend(now)
         # Until then only halted processes are judged, since checking ten thousand ranks takes a while.
@@ -372,6 +387,12 @@ class HangDetector:
         """Return whether a rank has moved since the incident was declared, which refutes it."""
         return self.snapshot.moved > incident.began
 
+    def observe(self) -> None:
+        """End the incident without a kill. The same standstill is not reported again; a later one is."""
+        if self.incident is not None:
+            self._observed = self.incident.began
+        self.withdraw()
+
     def withdraw(self) -> None:
         """Withdraw the incident: the ranks are moving again, nothing is killed, and detection continues."""
         self.incident = self._query = None
@@ -384,10 +405,10 @@ class HangDetector:
                 self._halted.setdefault(one.rank, now)
             else:
                 self._halted.pop(one.rank, None)
-        query = self._query
-        return judge(
+        query, finding = self._query, self._finding(seen, now)
+        judgement = judge(
             seen,
-            self._finding(seen, now),
+            finding,
             limits,
             lock_held=locked,
             found=query.age(now) if query is not None else 0.0,
@@ -395,6 +416,7 @@ class HangDetector:
             report_gaps=self._report_gaps.at(now),
             on_gpus=self._on_gpus,
         )
+        return with_witnesses(judgement, seen, finding) if self._program else judgement
 
     def _finding(self, seen: list[RankSample], now: float) -> Finding | None:
         query = self._query

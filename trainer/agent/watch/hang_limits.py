@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from trainer.protocol.config_sections.fault_detection_config import HangConfig
 from trainer.protocol.messages.agents import SampleRow
+from trainer.protocol.rank_progress.program_record import is_instrumented
 from trainer.protocol.rank_progress.progress import (
     AWAITED_SENDS,
     RECEIVES,
@@ -39,6 +40,12 @@ class RankSample:
     node: str
     moment: StageActivity | None = None  # in a pipeline: its activity and micro-batch
     sent: SentMessages | None = None  # in a pipeline: the messages it has sent
+    program: int | None = None  # of a user's program: `ProgramFlags` of its start-up module; 0: none has reported
+
+    @property
+    def reports_steps(self) -> bool:
+        """Return whether the rank writes its progress cell: orch's own ranks do, programs if instrumented."""
+        return self.program is None or is_instrumented(self.program)
 
     @property
     def waits_for_message(self) -> bool:
@@ -51,10 +58,12 @@ class RankSample:
         return row
 
     @classmethod
-    def from_row(cls, row: SampleRow, node: str, stages: Sequence[int] = ()) -> "RankSample":
+    def from_row(
+        cls, row: SampleRow, node: str, stages: Sequence[int] = (), program: int | None = None
+    ) -> "RankSample":
         """Return a row's sample. Raises ValueError for an impossible time. `stages` is the rank's pipeline row."""
         moment = decode_activity(*stages[1:4]) if len(stages) >= 4 else None
-        one = cls(*row, node=node, moment=moment, sent=SentMessages.from_row(stages[4:]))
+        one = cls(*row, node=node, moment=moment, sent=SentMessages.from_row(stages[4:]), program=program)
         if min(one.age, one.alive, one.lock) < 0:
             raise ValueError(f"the sample of rank {one.rank} is in the future")
         return one
@@ -72,6 +81,12 @@ LIVELY = 4.0
 """Factor on limits while the rank shows activity, if that may be mere spinning.
 This applies to phases of a step, and to waits for a GPU in any phase.
 """
+
+PROGRAM_SLOW = 2.5
+"""Factor on `slow`, which limits every phase of a user's program, since evaluations and saves may look like a step."""
+
+PROGRAM_FIRST = 2.0
+"""Factor on `most` before the first step of a user's program, which may prepare its data first."""
 
 PATIENCE = 4.0
 """Factor by which each hang in the attempt raises the limit, since an epoch may begin with a pause."""
@@ -109,11 +124,12 @@ class _Limit(NamedTuple):
 
 class Limits:
     """Limits of one run, from its configuration and measured phase durations.
-    `p99` holds the 99th percentile, in seconds, of each measured phase. No limit exceeds `config.most`.
+    `p99` holds the 99th percentile, in seconds, of each measured phase. No limit exceeds `config.most`, except before
+    the first step of a user's program.
     """
 
-    def __init__(self, config: HangConfig, p99: Mapping[str, float]) -> None:
-        self.config = config
+    def __init__(self, config: HangConfig, p99: Mapping[str, float], *, program: bool = False) -> None:
+        self.config, self._program = config, program
         self._p99 = dict(p99)
         self._phase_limit = cache(self._measure_phase_limit)
 
@@ -135,6 +151,8 @@ class Limits:
             stopped = self.config.stopped
             words = f"the {format_seconds(stopped)} that a halted process may take"
             return Allowed(min(most, began + stopped), words)
+        if self._program:
+            return self._for_program(one, began)
         silent = self._phase_limit(one.phase, one.first)
         waits_for_disk = one.state == "D"
         if not spins and (one.first or one.phase not in FAST):
@@ -145,6 +163,16 @@ class Limits:
             slow = self.config.slow
             silent = _Limit(slow, silent.where, f"the {format_seconds(slow)} that {silent.where} may wait for a disk")
         return _extend_limit(silent, min(LIVELY * silent.seconds, most), began, one.alive)
+
+    def _for_program(self, one: RankSample, began: float) -> Allowed:
+        """Return the limit of a user's program. Between two of its steps, it may evaluate or save."""
+        config, usual = self.config, max(self._p99.values(), default=0.0)
+        if one.first:
+            seconds = PROGRAM_FIRST * config.most
+            return Allowed(seconds, f"the {format_seconds(seconds)} that a program may take before its first step")
+        seconds = min(config.most, max(PROGRAM_SLOW * config.slow, config.factor * usual))
+        words = f"the {format_seconds(seconds)} that a program may take between two steps"
+        return _extend_limit(_Limit(seconds, "a program", words), config.most, began, one.alive)
 
     def _measure_phase_limit(self, phase: str, first: bool) -> _Limit:
         config, p99 = self.config, self._p99.get(phase, 0.0)

@@ -37,8 +37,9 @@ class JobSnapshot:
     def add_report(self, report: ProgressReport, node: str, now: float) -> None:
         """Add one agent's report. Raises ValueError for impossible values."""
         stages = {row[0]: row for row in report.stages if row}
+        programs = {row[0]: row[1] for row in report.programs if len(row) == _PROGRAM_ROW}
         for row in report.samples:
-            sample = RankSample.from_row(row, node, stages.get(row[0], ()))
+            sample = RankSample.from_row(row, node, stages.get(row[0], ()), programs.get(row[0]))
             if not 0 <= sample.rank < self._world:
                 raise ValueError(f"no such rank: {sample.rank}")
             if sample.rank not in self._seen:
@@ -84,6 +85,8 @@ def _age_sample(sample: RankSample, seconds: float) -> RankSample:
     return replace(sample, age=sample.age + seconds, alive=sample.alive + seconds, lock=lock)
 
 
+_PROGRAM_ROW = 2
+
 STILL = 1.0
 """Seconds without a write to its cell after which a rank is examined more closely."""
 _LOOK_EVERY = 0.5
@@ -128,7 +131,7 @@ class _RankHistory:
     """Facts kept about one rank between two checks."""
 
     started: float
-    reported: tuple[int, str, bool] = (-1, "", False)  # newest write, state and exit reported
+    reported: tuple[int, str, bool, int | None] = (-1, "", False, None)  # newest write, state, exit and flags reported
     looked: float | None = None  # set while it does not move
     lived: float = 0.0
     state: str | None = None
@@ -141,17 +144,18 @@ class _RankHistory:
 
 
 class Sampler:
-    """Samples of one generation's ranks on one node; `name` is the node's.
+    """Samples of one generation's ranks on one node; `name` is the node's. `command`: they run a user's program.
     `writer` returns the process that writes a rank's checkpoints; `signs`, `answers` and `groups` read /proc.
     """
 
     def __init__(
-        self, ranks: LocalRanks, name: str, writer: Callable[[int], int | None] = no_writer, *,
+        self, ranks: LocalRanks, name: str, writer: Callable[[int], int | None] = no_writer, *, command: bool = False,
         clock: Callable[[], float] = time.monotonic, signs: Callable[[int], ProcessActivity | None] = read_activity,
         groups: Callable[[Collection[int]], Mapping[int, list[int]]] = group_members,
         answers: Callable[[int], float] | None = None,
     ) -> None:  # fmt: skip
         self._ranks, self._name, self._clock, self._signs = ranks, name, clock, signs
+        self._command = command
         self._answers = answers or AnswerTimes()
         self._writer, self._groups = writer, groups
         self._watched = {rank: _RankHistory(started=clock()) for rank in ranks.by_rank}
@@ -181,11 +185,12 @@ class Sampler:
             p99=self._changed_p99(),
             work=self._work(),
             stages=tuple(_stage_row(sample) for sample in changed if sample.moment or sample.sent),
+            programs=tuple((one.rank, one.program) for one in changed if one.program is not None),
         )
 
     def _has_changed(self, sample: RankSample, watched: _RankHistory) -> bool:
         local = self._ranks.by_rank[sample.rank]
-        now = (local.last.moved_at, sample.state, sample.ended)
+        now = (local.last.moved_at, sample.state, sample.ended, sample.program)
         # For a rank that does not move, every check counts as news, since its activity may explain the delay.
         news = now != watched.reported or (sample.age > STILL and not sample.ended)
         watched.reported = now
@@ -218,7 +223,13 @@ class Sampler:
             ended=local.ended,
             moment=reading.moment,
             sent=local.cell.sent(),
+            program=self._program_flags(local) if self._command else None,
         )
+
+    @staticmethod
+    def _program_flags(local: LocalRank) -> int:
+        record = local.cell.program()
+        return 0 if record is None else int(record.flags)
 
     def _look_closer(self, still: list[LocalRank], now: float) -> None:
         """Examine motionless ranks together, since finding their children takes a pass over the node's processes."""

@@ -168,6 +168,7 @@ class ProgressReport:
     # For ranks of a pipeline in `samples`: rank, `StageActivity` as numbers, and the row of `SentMessages`.
     stages: tuple[tuple[int, ...], ...] = ()
     waits: str = ""  # what the node's preparation waits for, if another process delays it
+    programs: tuple[tuple[int, ...], ...] = ()  # for a user's programs in `samples`: rank, `ProgramFlags`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

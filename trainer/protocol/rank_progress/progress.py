@@ -19,6 +19,8 @@ from functools import cache
 from types import FrameType
 from typing import NamedTuple
 
+from trainer.protocol.rank_progress.program_record import ProgramRecord, unpack_program
+
 BUCKETS = 40
 _SHORTEST = 0.001
 _GROWTH = math.sqrt(2.0)
@@ -433,6 +435,10 @@ class ProgressCell:
         """Return the durations of each phase as counts per `bucket`."""
         rows = {phase: _ROW.unpack_from(self._map, _TIMES_AT + _ROW.size * phase) for phase in Phase}
         return {phase: row for phase, row in rows.items() if any(row)}
+
+    def program(self) -> ProgramRecord | None:
+        """Return the start-up module's record, or None if the rank runs none."""
+        return unpack_program(self._map)
 
     def ask_stop(self, reason: StopReason, deadline: float = 0.0) -> None:
         """Ask the rank to stop. `deadline` is in seconds on CLOCK_MONOTONIC; 0: no deadline.

@@ -15,19 +15,13 @@ from torch._C._distributed_c10d import _dump_fr_trace_json, _WorkerServer  # typ
 
 from checkpointing.storage.durable import write_atomically
 from trainer.protocol.failures.failure_patterns import Meaning, has_meaning
+from trainer.protocol.flight_variables import FLIGHT_DEFAULTS, FLIGHT_FILE
 from trainer.protocol.logs.line_file import LineFile
 from trainer.protocol.messages.ranks import STACKS, RankSpec, encode_runs, groups_file
 from trainer.protocol.run_dir import RunDir
 from trainer.worker.reporting.stderr_best_effort import write_stderr
 from trainer.worker.startup.rendezvous import PeerLost
 
-_DEFAULTS = {
-    "TORCH_FR_BUFFER_SIZE": "2000",
-    # A stack for each collective takes time to record and needs the GIL to be shown, and nothing here reads it.
-    "TORCH_INCLUDE_STACK_TRACE": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",  # if NCCL's watchdog acts first, it dumps a record before it kills the rank
-    "TORCH_NCCL_ENABLE_TIMING": "1",  # otherwise a record does not tell started collectives from queued ones
-}
 _MAX_ENTRIES = 500
 """Maximum number of entries kept from a failed rank's record (about 200 KiB)."""
 
@@ -35,11 +29,11 @@ _MAX_ENTRIES = 500
 @contextmanager
 def recording(spec: RankSpec) -> Iterator[None]:
     """Record collectives. Enter this before torch creates the first process group and reads the environment."""
-    for name, value in _DEFAULTS.items():
+    for name, value in FLIGHT_DEFAULTS.items():
         os.environ.setdefault(name, value)
     # NCCL's watchdog writes its output next to ours, not into a folder that is deleted when the job ends.
     near = RunDir(Path(spec.run_dir)).attempt(spec.attempt).watchdog_flight(spec.generation)
-    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(near))
+    os.environ.setdefault(FLIGHT_FILE, str(near))
     if spec.stacks_fd >= 0:
         faulthandler.register(STACKS, file=spec.stacks_fd, all_threads=True, chain=False)
     server = _serve(spec.flight) if spec.flight else None

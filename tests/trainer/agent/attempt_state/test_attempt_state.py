@@ -126,6 +126,9 @@ def test_a_rank_that_was_not_heard_of_for_long_is_as_still_as_one_that_says_so()
 
 
 def test_of_a_users_own_program_nothing_is_made_up() -> None:
-    seen = [RankSample(rank=0, node="n1", age=24.8)]
-    (one,) = rank_readings(seen, world=1, time=5.0, generation=1, p99={}, ratios={}, command=True).ranks
+    seen = [RankSample(rank=0, node="n1", age=24.8, program=0)]
+    (one,) = rank_readings(seen, world=1, time=5.0, generation=1, p99={}, ratios={}).ranks
     assert (one.step, one.phase, one.age, one.node) == (None, "command", None, "n1")
+    seen = [RankSample(rank=0, node="n1", age=24.8, step=7, phase="optimizer", program=1)]
+    (one,) = rank_readings(seen, world=1, time=5.0, generation=1, p99={}, ratios={}).ranks
+    assert (one.step, one.phase, one.age) == (7, "optimizer", 24.8)

@@ -1,0 +1,96 @@
+"""Independent witnesses of a hang in a user's program, and whether enough of them agree to kill its ranks. Pure.
+
+The steps of a program are guessed from its optimizers, so its progress cells prove less than those of orch's own ranks.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from trainer.agent.flight.wait_graph import Finding
+from trainer.agent.watch.hang_limits import HALTED, RankSample, format_seconds
+
+LEAST_WITNESSES = 2
+"""Number of witnesses that must agree before ranks of a program are killed."""
+
+_IDLE = 1.0
+"""A process counts as idle if this many seconds or fewer of its time without a step had any activity."""
+
+
+class Witness(StrEnum):
+    CELL = "progress cell"
+    PROCESS = "/proc"
+    FLIGHT = "flight records"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Testimony:
+    """Evidence of one witness. `agrees` is None if it shows nothing about the suspected rank."""
+
+    witness: Witness
+    agrees: bool | None
+    words: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighed:
+    """Whether the witnesses suffice, and why."""
+
+    enough: bool
+    reason: str
+    testimonies: tuple[Testimony, ...]
+
+
+def weigh(culprit: int | None, seen: Sequence[RankSample], finding: Finding | None) -> Weighed:
+    """Return which witnesses agree that `culprit` stopped first or, if it is None, that all ranks wait together."""
+    live = [one for one in seen if not one.ended]
+    found = tuple(_testify(culprit, live, finding))
+    agree = [one for one in found if one.agrees]
+    against = [one for one in found if one.agrees is False]
+    if against:
+        return Weighed(enough=False, reason=f"{against[0].witness} disagrees: {against[0].words}", testimonies=found)
+    words = "; ".join(f"{one.witness}: {one.words}" for one in agree) or "no witness agrees"
+    if len(agree) < LEAST_WITNESSES:
+        reason = f"{len(agree)} of the {LEAST_WITNESSES} witnesses that a kill needs: {words}"
+        return Weighed(enough=False, reason=reason, testimonies=found)
+    return Weighed(enough=True, reason=words, testimonies=found)
+
+
+def _testify(culprit: int | None, live: Sequence[RankSample], finding: Finding | None) -> Iterator[Testimony]:
+    suspects = [one for one in live if culprit is None or one.rank == culprit]
+    if not suspects:
+        return
+    yield _cell(suspects)
+    yield _process(suspects)
+    if finding is not None:
+        yield _flight(culprit, finding, {one.rank for one in live})
+
+
+def _cell(suspects: Sequence[RankSample]) -> Testimony:
+    if not all(one.reports_steps for one in suspects):
+        return Testimony(witness=Witness.CELL, agrees=None, words="the rank reports no steps")
+    still = format_seconds(min(one.age for one in suspects))
+    return Testimony(witness=Witness.CELL, agrees=True, words=f"no progress for {still}")
+
+
+def _process(suspects: Sequence[RankSample]) -> Testimony:
+    halted = [one for one in suspects if one.state in HALTED]
+    if halted and len(halted) == len(suspects):
+        return Testimony(witness=Witness.PROCESS, agrees=True, words=f"process state {halted[0].state}")
+    idle = min(one.alive for one in suspects)
+    if all(one.age - one.alive <= _IDLE for one in suspects):
+        words = f"no CPU time and no I/O for {format_seconds(idle)}"
+        return Testimony(witness=Witness.PROCESS, agrees=True, words=words)
+    words = f"the last activity was {format_seconds(idle)} ago"
+    return Testimony(witness=Witness.PROCESS, agrees=None, words=words)
+
+
+def _flight(culprit: int | None, finding: Finding, live: set[int]) -> Testimony:
+    if culprit is None:
+        agrees = True if finding.kind == "stuck_together" else None
+        return Testimony(witness=Witness.FLIGHT, agrees=agrees, words=finding.reason)
+    # A rank without a record may only lack a server for it.
+    silent = {one.rank for one in finding.culprits if one.kind == "no_answer"}
+    named = (live & {*finding.ranks, *(one.rank for one in finding.culprits)}) - silent
+    agrees = culprit in named if named and finding.kind not in ("none", "stuck_together") else None
+    return Testimony(witness=Witness.FLIGHT, agrees=agrees, words=finding.reason)

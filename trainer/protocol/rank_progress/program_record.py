@@ -34,10 +34,6 @@ class ProgramRecord:
     frameworks: tuple[str, ...] = ()
     error: str = ""  # why the module is disabled
 
-    @property
-    def instrumented(self) -> bool:
-        return is_instrumented(self.flags)
-
 
 def unpack_program(cell: mmap.mmap | bytes) -> ProgramRecord | None:
     """Return the record in a cell, or None if no start-up module has written one."""

@@ -285,7 +285,10 @@ PARTICIPLE = re.compile(
     r"^_?[a-z]+(ed|told|said|found|made|kept|left|held|sent|given|shown|known|taken|laid|brought|meant|seen|done|gone|lost)$"
 )
 PREPOSITION = re.compile(r"^_?(of|over|again|perhaps|here|there|apart|beside)$|_(of|by|for|from|in|at|on|with|as)$")
-PARTICIPLES = {"closed": "the name in file objects", "started": "a state", "stopped": "a state", "finished": "a state"}
+PARTICIPLES = {
+    "closed": "the name in file objects", "started": "a state", "stopped": "a state", "finished": "a state",
+    "saved": "the name in the API of programs",
+}  # fmt: skip
 """Functions that may be named by a participle."""
 
 

@@ -5,6 +5,9 @@
     run = orch.submit("tiny-gpt", {"train.steps": 200})     # in a script
     print(run.wait().loss)
 
+    orch.step(n, loss=loss)                                 # in a training loop of your own, see `orch.program`
+    if orch.should_save(): ...
+
 Names are imported on first use: `import orch` costs a few milliseconds and loads neither torch nor a database. Names in
 `__all__` keep their meaning within a major version; everything else in orch's packages may change.
 """
@@ -15,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from orch.command_line import OrchWarning
+    from orch.program import batches, checkpointer, resume_path, saved, should_save, should_stop, step
     from orch.runs import LastCheckpoint, Run, status, submit, wait
     from orchestrator.errors import (
         CheckpointInvalid,
@@ -48,6 +52,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "orch.command_line": ("OrchWarning",),
+    "orch.program": ("batches", "checkpointer", "resume_path", "saved", "should_save", "should_stop", "step"),
     "orch.runs": ("LastCheckpoint", "Run", "status", "submit", "wait"),
     "orchestrator.errors": (
         "CheckpointInvalid", "ConfigError", "NotFound", "OrchError", "Precondition", "RegistryError", "RunCancelled",
@@ -67,7 +72,8 @@ __all__ = [  # noqa: PLE0604, RUF022 (a test compares it with `_HOMES`)
     "BaseWorkload", "CheckpointInvalid", "ConfigError", "Data", "JobConfig", "LastCheckpoint", "Layout", "Mean",
     "Metric", "NotFound", "OrchError", "OrchWarning", "Precondition", "Rank0", "RegistryError", "Run", "RunCancelled",
     "RunFailed", "Scheduler", "SlurmUnreachable", "StatefulData", "SubmitRejected", "Sum", "WaitTimeout", "Workload",
-    "WorkloadError", "__version__", "evaluating", "status", "submit", "wait",
+    "WorkloadError", "__version__", "batches", "checkpointer", "evaluating", "resume_path", "saved", "should_save",
+    "should_stop", "status", "step", "submit", "wait",
 ]  # fmt: skip
 
 

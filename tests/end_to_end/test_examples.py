@@ -29,7 +29,7 @@ def saved_by(user: User) -> None:
 
 def test_they_are_short_and_all_are_named() -> None:
     programs = sorted(EXAMPLES.glob("*.py"))
-    assert [program.name for program in programs] == ["gpt2.py", "my_cnn.py", "train_ddp.py"]
+    assert [program.name for program in programs] == ["gpt2.py", "my_cnn.py", "train_ddp.py", "train_fsdp2.py"]
     readme = (EXAMPLES / "README.md").read_text()
     for program in programs:
         assert len(program.read_text().splitlines()) <= MOST_LINES

@@ -171,6 +171,7 @@ class RankLauncher:
             "ORCH_RUN_DIR": self._run.path,
             "ORCH_ATTEMPT": self._attempt.number,
             "ORCH_GENERATION": spec.generation,
+            "ORCH_NODE_NAME": spec.node_name,
             "PATH": interpreter_first(inherited.get("PATH", os.defpath), rank_python(inherited)),
         }
         return {**{name: str(value) for name, value in variables.items()}, **config.env}

@@ -254,6 +254,12 @@ def _record_program_checkpoint(writer: _EventWriter) -> None:
         writer.store.note_attempt(writer.run, written_by, epoch=writer.epoch, saved_step=max(step, before or 0))
 
 
+def _record_verified(writer: _EventWriter) -> None:
+    """Trust a checkpoint of a user's own program that matches its seal."""
+    if (known := writer.known()) is not None and known.trust is Trust.COMMITTED:
+        writer.doubt(known, Trust.VERIFIED, f"attempt {writer.attempt} compared it with its seal")
+
+
 def _record_set_aside(writer: _EventWriter) -> None:
     path = str(writer.data["path"])
     if writer.known() is None:  # set aside before it was reported
@@ -357,6 +363,7 @@ _HANDLERS: dict[str, Callable[[_EventWriter], None]] = {
     EventKind.CHECKPOINT_SUSPECT: _record_suspicion,
     EventKind.CHECKPOINT_SEEN: _record_program_checkpoint,
     EventKind.CHECKPOINT_SET_ASIDE: _record_set_aside,
+    EventKind.CHECKPOINT_VERIFIED: _record_verified,
     EventKind.CODE_CHANGED: _code_changed,
     EventKind.PREFLIGHT: _preflight,
     EventKind.SPARE_USED: _spare_used,

@@ -70,6 +70,8 @@ class EventKind(StrEnum):
     CHECKPOINT_SET_ASIDE = (
         "checkpoint.set_aside"  # step, name, path (the new path), reason, damaged (bool), bytes: of a command
     )
+    CHECKPOINT_SEALED = "checkpoint.sealed"  # step, name, path, bytes, files (number), seconds: of a command
+    CHECKPOINT_VERIFIED = "checkpoint.verified"  # step, name, path, bytes, seconds: it matches its seal
     CHECKPOINT_CADENCE = "checkpoint.cadence"  # steps, seconds, reason: new interval between saves
     RESTORE_TESTED = "restore.tested"  # verdict, reason, evidence: result of a restore-test run
     ATTEMPT_ENDED = "attempt.ended"  # result, reason

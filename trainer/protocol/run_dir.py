@@ -143,6 +143,7 @@ class RunDir:
     record = _entry("record.json")  # the registry's record, written on the controller side for `orch db rebuild`
     requests = _entry("requests")
     code = _entry("code")
+    seals = _entry("seals")  # of a command's checkpoints: `trainer.protocol.checkpoint_seal`
     checkpoints = _entry("checkpoints")
     attempts = _entry("attempts")
 

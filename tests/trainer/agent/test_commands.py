@@ -201,11 +201,11 @@ def test_a_torn_checkpoint_of_a_command_is_set_aside_and_the_older_one_tried(job
     work.ends(0)
     (aside,) = work.events(EventKind.CHECKPOINT_SET_ASIDE)
     assert (aside.data["step"], aside.data["damaged"], aside.generation) == (20, True, 2)
-    assert "checkpoint-20, its newest checkpoint, will be moved away" in aside.data["reason"]
     assert "state.json is not a complete JSON file" in aside.data["reason"]
     assert (Path(aside.data["path"]) / "state.json").read_text() == '{"ste', "it is never deleted"
     assert "from step 10" in work.attempt.rank_log(0).read_text()
-    assert (work.outcome().generations, work.outcome().step) == (3, 40)
+    assert work.outcome().generations in (2, 3), "at once if the older one has been sealed meanwhile"
+    assert work.outcome().step == 40
 
 
 SCANNING = """
@@ -239,7 +239,7 @@ def test_programs_that_take_the_largest_number_or_read_latest_find_the_older_one
     (aside,) = work.events(EventKind.CHECKPOINT_SET_ASIDE)
     assert Path(aside.data["path"]).parents[2] == tmp_path, "beside the folder that the program scans"
     assert ("latest now names checkpoint-5" in aside.data["reason"]) == (how == "latest")
-    assert work.outcome().generations == 3
+    assert work.outcome().generations in (2, 3), "at once if the older one has been sealed meanwhile"
 
 
 def test_what_fails_from_an_older_checkpoint_too_gets_its_newest_back(job, tmp_path):

@@ -129,12 +129,15 @@ class RunningAttempt:
     def enter(self, stage: AttemptStage) -> None:
         self.stage = stage
 
-    def start_ranks(self, master: tuple[str, int] | None) -> None:
-        """Order every training node to start its ranks. `master` is the rendezvous address for a user's own command."""
+    def start_ranks(self, master: tuple[str, int] | None, resume: str = "") -> None:
+        """Order every training node to start its ranks.
+        For a user's own command, `master` is the rendezvous address and `resume` the path of a checkpoint.
+        """
         history = self.history
         start = StartGeneration(
             generation=self.generation.number, fit=history.new_nodes, suspects=tuple(history.suspects),
             skip=tuple(each.position for each in history.skipped), master=master,
+            resume=resume,
         )  # fmt: skip
         self.roster.start_generation(start)
         history.new_nodes = False

@@ -1,5 +1,6 @@
 """The coordinator of an attempt, and the start of each generation: join, preflight, fork servers."""
 
+import math
 import secrets
 import time
 import traceback
@@ -18,6 +19,7 @@ from trainer.agent.ladder import in_job_policy, spare_nodes
 from trainer.agent.nodes import preflight
 from trainer.agent.processes.background_tasks import describe_error
 from trainer.agent.user_command.command_run import CommandRun
+from trainer.agent.user_command.sealing import Reading
 from trainer.protocol.config_sections.fault_detection_config import PreflightConfig
 from trainer.protocol.events import EventKind
 from trainer.protocol.failures.decision import Action, Decision
@@ -215,23 +217,38 @@ class Coordinator:
 
     async def _run_generation(self) -> Decision | None:
         """Run one generation. Return a Decision if the attempt ends, or None if another generation follows."""
-        await self._launch_ranks()
+        if (ended := await self._launch_ranks()) is not None:
+            return ended
         decision = await self._watch_ranks()
         await self._state.record_decision(decision)
         killed = await self._tear_down(decision)
         return await self._prepare_next(decision, killed=killed)
 
-    async def _launch_ranks(self) -> None:
-        """Start the ranks on all training nodes and repeat any pending stop or save request."""
+    async def _launch_ranks(self) -> Decision | None:
+        """Start the ranks on all training nodes and repeat any pending stop or save request.
+        Return a Decision if no checkpoint of the user's program may be loaded.
+        """
         state = self._state
         generation, cluster = state.begin_generation(), state.config.cluster
-        await self._command.start_generation(generation.number)
+        await self._command.start_generation(generation.number, self._wait_or_stop)
+        generation.started = time.monotonic()  # reading a large checkpoint takes time
+        if why := self._command.unusable:
+            return in_job_policy.end(why, Failure(kind=FailureKind.STORAGE, reason=why))
         state.events.write(EventKind.GENERATION_STARTED, world=cluster.world_size, nodes=cluster.nodes)
-        state.start_ranks((self._host, free_port(self._host)) if state.config.command else None)
+        master = (self._host, free_port(self._host)) if state.config.command else None
+        state.start_ranks(master, self._command.resume)
         self._monitor.start_generation()
         state.stopping.extend_for_new_ranks(generation.started)
         if not state.send_stop():
             self._requests.repeat_save()
+        return None
+
+    async def _wait_or_stop(self, reading: Reading[Any]) -> None:
+        """Handle messages until a read is over, the attempt is asked to stop, or a node fails."""
+        stopping, generation = self._state.stopping, self._state.generation
+        await self._messages.wait_until(
+            lambda: reading.is_over() or stopping.stop is not None or generation.broken is not None, math.inf
+        )
 
     async def _watch_ranks(self) -> Decision:
         """Check the ranks until they have ended or failed and `in_job_policy` has decided what follows."""

@@ -135,7 +135,7 @@ class RankLauncher:
         order = StartRank(rank=spec.rank, generation=spec.generation, cores=tuple(cores), env=caches, spec=spec)
         if start.master is None:
             return order
-        folder, environ = working_directory(self._run, config), self._command_environment(spec, start.master) | caches
+        folder, environ = working_directory(self._run, config), self._command_environment(spec, start) | caches
         if files is not None and config.watch.instrument == AUTO:
             watchdog, saves = self._attempt.watchdog_flight(start.generation), self._attempt.program_saves(spec.node)
             environ |= instrument(files, {**self._environ, **environ}, watchdog, saves)
@@ -150,8 +150,9 @@ class RankLauncher:
         place = place_on_machine(self._identity, self._config, node_rank)
         return bind_ranks(place, os.sched_getaffinity(0), self._topology)
 
-    def _command_environment(self, spec: RankSpec, master: tuple[str, int]) -> dict[str, str]:
-        config, inherited = self._config, self._environ
+    def _command_environment(self, spec: RankSpec, start: StartGeneration) -> dict[str, str]:
+        config, inherited, master = self._config, self._environ, start.master
+        assert master is not None
         threads = max(1, config.cluster.cpus_per_task // config.cluster.ranks_per_node)
         error_file = self._attempt.error_file(spec.rank, spec.generation)
         variables = {
@@ -172,6 +173,7 @@ class RankLauncher:
             "ORCH_ATTEMPT": self._attempt.number,
             "ORCH_GENERATION": spec.generation,
             "ORCH_NODE_NAME": spec.node_name,
+            **({"ORCH_RESUME_PATH": start.resume} if start.resume else {}),
             "PATH": interpreter_first(inherited.get("PATH", os.defpath), rank_python(inherited)),
         }
         return {**{name: str(value) for name, value in variables.items()}, **config.env}

@@ -19,6 +19,7 @@ from stat import S_ISDIR
 
 from checkpointing.format.safetensors import Malformed, check_length
 from checkpointing.storage.durable import open_regular
+from trainer.protocol.checkpoint_seal import BESIDE
 from trainer.protocol.command_progress import SET_ASIDE, CommandCheckpointsConfig, parse_digits
 from trainer.protocol.failures.outcome import legible
 
@@ -192,18 +193,15 @@ MOST = 20
 """Maximum number of checkpoints read; for older ones, only the names are known."""
 _MOST_FILES, _MOST_FOLDERS = 2000, 2000
 _LARGEST = 64 << 20
-_ARCHIVES = frozenset({".pt", ".pth", ".bin", ".ckpt", ".npz"})
-_WEIGHTS = frozenset({".safetensors", ".distcp", ".json", ".pkl", ".npy", *_ARCHIVES})
+ARCHIVES = frozenset({".pt", ".pth", ".bin", ".ckpt", ".npz"})
+_WEIGHTS = frozenset({".safetensors", ".distcp", ".json", ".pkl", ".npy", *ARCHIVES})
 """Suffixes of files that are never empty in a complete checkpoint, except markers."""
 _MARKERS = frozenset({".bin", ".json", ".pkl"})
 """Suffixes also used for empty markers, and for the files of a rank that has nothing to write."""
-_GARBLED = (NotImplementedError, struct.error, ValueError, OverflowError, EOFError, LookupError, MemoryError)
+GARBLED = (NotImplementedError, struct.error, ValueError, OverflowError, EOFError, LookupError, MemoryError)
 """Raised by zipfile for a directory with garbled numbers."""
 _INCOMPLETE = "checkpoint-is-incomplete.txt"
 """Left by Hugging Face's Trainer in a checkpoint that it had no time to finish; the Trainer ignores it when loading."""
-
-_BESIDE = "../"
-"""Prefix for the names of files in a checkpoint's other entries."""
 
 Files = dict[str, tuple[int, int]]
 """Name relative to the checkpoint's path (empty: a file itself) -> size in bytes and time of the last change (ns)."""
@@ -236,8 +234,8 @@ class CommandCheckpoint:
 
     def place(self, name: str) -> Path:
         """Return the path of one of its `files`."""
-        if name.startswith(_BESIDE):
-            return self.path.parent / name.removeprefix(_BESIDE)
+        if name.startswith(BESIDE):
+            return self.path.parent / name.removeprefix(BESIDE)
         return self.path / name if name else self.path
 
 
@@ -288,7 +286,7 @@ def _dated_entries(one: CommandCheckpoint, config: CommandCheckpointsConfig) -> 
 
 
 def _entry_name(file: str, one: CommandCheckpoint) -> str:
-    return file.removeprefix(_BESIDE).partition("/")[0] if file.startswith(_BESIDE) else one.path.name
+    return file.removeprefix(BESIDE).partition("/")[0] if file.startswith(BESIDE) else one.path.name
 
 
 def read_again(one: CommandCheckpoint, config: CommandCheckpointsConfig) -> CommandCheckpoint | None:
@@ -308,7 +306,7 @@ def _read(path: Path, step: int, identity: str, siblings: Sequence[str]) -> Comm
             return None
         for name in siblings:
             found, more = _read_entry(path.parent / name)
-            files.update({f"{_BESIDE}{name}{'/' if inside else ''}{inside}": state for inside, state in found.items()})
+            files.update({f"{BESIDE}{name}{'/' if inside else ''}{inside}": state for inside, state in found.items()})
             cut = cut or more
     except OSError:  # deleted by the program in the meantime, or unreachable
         return None
@@ -369,16 +367,16 @@ def damage(one: CommandCheckpoint, filled: Collection[str]) -> str:
     """Return a sign, found cheaply, that this checkpoint cannot be complete, or "" if there is none.
     `filled` lists the kinds of files that are non-empty in some checkpoint of the run.
     """
-    if one.files.keys() & {_INCOMPLETE, *(f"{_BESIDE}{name}/{_INCOMPLETE}" for name in one.siblings)}:
+    if one.files.keys() & {_INCOMPLETE, *(f"{BESIDE}{name}/{_INCOMPLETE}" for name in one.siblings)}:
         return f"is marked as incomplete by {_INCOMPLETE}"
-    if not one.cut and all(name.startswith(_BESIDE) for name in one.files):
+    if not one.cut and all(name.startswith(BESIDE) for name in one.files):
         return "is an empty folder"
     read_metadata = cache(_read_metadata)  # read once for all ranks
     for name in sorted(one.files):
         if one.files[name][0] == 0 and _may_be_empty(one, name, filled, read_metadata):
             continue
         if reason := _torn(one.place(name), one.files[name][0]):
-            return legible(f"is damaged: {name.removeprefix(_BESIDE) or one.path.name} {reason}")
+            return legible(f"is damaged: {name.removeprefix(BESIDE) or one.path.name} {reason}")
     return ""
 
 
@@ -412,7 +410,7 @@ def _lacks(one: CommandCheckpoint, older: Sequence[CommandCheckpoint]) -> str:
     missing = sorted(first[kind] for kind in first.keys() & second.keys() - here.keys())
     if not missing:
         return ""
-    lacks = missing[0].removeprefix(_BESIDE)
+    lacks = missing[0].removeprefix(BESIDE)
     return legible(f"lacks {lacks}, which {older[0].path.name} and {older[1].path.name} have")
 
 
@@ -433,7 +431,7 @@ def _torn(file: Path, size: int) -> str:
         if file.suffix == ".safetensors":
             with open_regular(file) as stream:
                 check_length(stream, size)
-        elif file.suffix in _ARCHIVES:
+        elif file.suffix in ARCHIVES:
             return _cut_archive(file)
         elif file.suffix == ".json" and size <= _LARGEST:
             return _cut_json(file)
@@ -487,6 +485,6 @@ def _cut_archive(file: Path) -> str:
             zipfile.ZipFile(stream).close()
         except zipfile.BadZipFile:
             return "is not a complete torch.save archive: its directory is missing, so it was truncated"
-        except _GARBLED as error:
+        except GARBLED as error:
             return f"is not a complete torch.save archive: cannot read its directory: {type(error).__name__}"
     return ""

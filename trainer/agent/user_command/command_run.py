@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from checkpointing.storage.durable import dump_line, read_json, write_durably
 from checkpointing.storage.storage_errors import write_probe
@@ -22,7 +23,8 @@ from trainer.agent.user_command.checkpoints import (
     record_earlier,
     scan_identities,
 )
-from trainer.agent.user_command.progress import CommandProgress, StepWatch, run_bounded
+from trainer.agent.user_command.progress import WAIT_SECONDS, CommandProgress, StepWatch, run_bounded
+from trainer.agent.user_command.sealing import CheckpointSeals, Reading, Verdict, Verification, Wait
 from trainer.agent.user_command.set_aside import (
     Pointer,
     find_target,
@@ -32,6 +34,7 @@ from trainer.agent.user_command.set_aside import (
     retarget,
     set_aside,
 )
+from trainer.protocol.checkpoint_seal import Seal
 from trainer.protocol.config import JobConfig
 from trainer.protocol.events import EventKind, EventLog
 from trainer.protocol.failures.decision import Action, CommandFailure, Decision
@@ -52,6 +55,7 @@ class SetAsideCheckpoint:
     path: str
     bytes: int
     damage: str = ""
+    proven: bool = False  # it does not match its seal, or is torn while a sealed one is older
     pointers: tuple[Pointer, ...] = ()  # files that named it as the newest
     siblings: tuple[str, ...] = ()  # names of other entries in its folder that belong to it
 
@@ -113,6 +117,11 @@ class CommandRun:
             self._folder, config.checkpoints, events, progress, counts_steps=not config.progress.pattern
         )
         self._steps = StepWatch(config.progress, attempt.rank_log(0), lambda: working_directory(run, config), progress)
+        self._seals = CheckpointSeals(run.seals, self._report_seal)
+        self.resume = ""
+        """Path of the newest complete checkpoint, from which the next generation should resume."""
+        self.unusable = ""
+        """Why the program must not start: its newest checkpoint is damaged and cannot be replaced."""
         self._memory = CommandMemory()
         self._newest_memory, self._writing = b"", Lock()
         self._recalled = self._progress_kept = False
@@ -127,7 +136,8 @@ class CommandRun:
         """Return the input of `in_job_policy.Situation`, or None for orch's own workloads."""
         if not self._on:
             return None
-        found, aside = self._checkpoints, self._memory.aside
+        # A proven fault is certain, so it does not count among the attempts to find the cause of a failure.
+        found, aside = self._checkpoints, [one for one in self._memory.aside if not one.proven]
         newest, older = found.began_from, found.older()
         return CommandPast(
             failures=tuple(self._memory.failures), newest=_describe(newest), saved=found.has_saved(),
@@ -140,8 +150,10 @@ class CommandRun:
             unmovable=self._unmovable, unmatched=self._unmatched, disk=self._disk or "",
         )  # fmt: skip
 
-    async def start_generation(self, generation: int) -> None:
-        """Record the checkpoints that the program starts from. To be called while no rank is running."""
+    async def start_generation(self, generation: int, wait: Wait | None = None) -> None:
+        """Record the checkpoints that the program starts from, after refusing damaged ones.
+        To be called while no rank is running. `wait` waits for a read while the coordinator does other work.
+        """
         if not self._on:
             return
         self._progress_kept, self._disk = False, None
@@ -152,9 +164,47 @@ class CommandRun:
         await self._checkpoints.start_generation()
         if self._config.checkpoints.path:
             self._unmovable = await self._why_unmovable()
+            await self._choose(generation, wait or _join)
             if self._checkpoints.began_from is None:
                 self._unmatched = await run_bounded(partial(_first_names, self._folder())) or ""
         self._memory.saved = self._memory.saved or self._checkpoints.has_whole()
+
+    async def _choose(self, generation: int, wait: Wait) -> None:
+        """Choose the newest complete checkpoint, and move newer damaged ones away."""
+        self.resume = self.unusable = ""
+        while (newest := self._checkpoints.began_from) is not None:
+            older = self._checkpoints.older()
+            found = await self._examine(newest, older, wait)
+            if found.verdict is not Verdict.DAMAGED:
+                usable = newest if not newest.damage else older
+                self.resume = str(usable.path) if usable is not None else ""
+                return
+            damaged = replace(newest, damage=found.reason, lacking=False)
+            why = self._unmovable or ("" if older is not None else "because orch finds no complete older one")
+            if why or not await self._move(damaged, older, f"it {found.reason}", generation, proven=True):
+                self.unusable = f"{newest.path} {found.reason}. It is not moved away{', ' if why else ''}{why}"
+                return
+            self._checkpoints.begin_from_newest()
+
+    async def _examine(self, one: CommandCheckpoint, older: CommandCheckpoint | None, wait: Wait) -> Verification:
+        """Compare a checkpoint with its seal. Without a seal, a torn file is a proof if an older one is sealed."""
+        found = await self._seals.verify(one, wait)
+        if found.verdict is Verdict.VERIFIED and found.bytes:
+            self._events.write(
+                EventKind.CHECKPOINT_VERIFIED, step=one.step, name=one.identity, path=str(one.path), bytes=found.bytes,
+                seconds=round(found.seconds, 3),
+            )  # fmt: skip
+        is_torn = bool(one.damage) and not one.lacking
+        if found.verdict is not Verdict.UNSEALED or not is_torn or older is None:
+            return found
+        proven = await run_bounded(partial(self._seals.is_sealed, older))
+        return Verification(verdict=Verdict.DAMAGED, reason=one.damage) if proven else found
+
+    def _report_seal(self, one: CommandCheckpoint, seal: Seal, seconds: float) -> None:
+        self._events.write(
+            EventKind.CHECKPOINT_SEALED, step=one.step, name=one.identity, path=str(one.path), bytes=seal.bytes,
+            files=len(seal.files), seconds=round(seconds, 3),
+        )  # fmt: skip
 
     async def _why_unmovable(self) -> str:
         """Return why it is unclear what the program would load without its newest checkpoint, or "" if it is clear."""
@@ -173,6 +223,7 @@ class CommandRun:
             self._disk = await run_bounded(partial(write_probe, self._run.path)) or ""
         self._steps.check()
         await self._checkpoints.check(now.first_failure)
+        self._seals.poll(self._checkpoints.complete())
         if not self._progress_kept and self._has_worked(now):
             # However this attempt ends, the next one does not need the earlier failures.
             self._progress_kept = True
@@ -190,6 +241,8 @@ class CommandRun:
         self._memory.saved = self._memory.saved or self._checkpoints.has_whole()
         if decision.set_aside and cleared:
             await self._set_aside(decision.set_aside, now.number)
+        if cleared:
+            await self._seal_last(decision)
         # An operator must act, so undo moves that did not help; the next attempt starts without them.
         failure = decision.failure if decision.action is Action.END else None
         if failure is not None and failure.kind in (FailureKind.USER_ERROR, FailureKind.STORAGE):
@@ -198,6 +251,13 @@ class CommandRun:
             self._memory.failures.clear()
         # Kept however the attempt ends, even if its coordinator dies now.
         await self._keep(self._memory)
+
+    async def _seal_last(self, decision: Decision) -> None:
+        """Seal the newest checkpoint if an attempt ends here, within the time that a decision may take."""
+        self._seals.poll(self._checkpoints.complete())
+        if decision.action in (Action.END, Action.STOP, Action.FINISH):
+            await run_bounded(partial(self._seals.join, WAIT_SECONDS))
+            self._seals.poll([])
 
     async def _recall(self) -> None:
         """Load the state of earlier attempts. If the file system is too slow, the next generation tries again."""
@@ -275,14 +335,22 @@ class CommandRun:
         if (torn := self._checkpoints.torn) is not None:
             newest, older = torn, self._checkpoints.older(torn) or newest
         assert newest is not None
+        await self._move(newest, older, reason, generation)
+
+    async def _move(
+        self, newest: CommandCheckpoint, older: CommandCheckpoint | None, reason: str, generation: int, *,
+        proven: bool = False,
+    ) -> bool:  # fmt: skip
+        """Move a checkpoint out of the folder that the program scans, and return whether it was moved."""
         target = await run_bounded(partial(find_target, newest, self._run, self._attempt.number, generation))
         pointers = await run_bounded(partial(pointers_to, newest, older))
         if target is None or pointers is None:
             sys.stderr.write(f"orch-agent: {newest.path} cannot be moved out of its folder and stays there\n")
-            return
+            return False
         aside = SetAsideCheckpoint(
             step=newest.step, identity=newest.identity, original=str(newest.path), path=str(target), bytes=newest.bytes,
             damage=newest.damage, pointers=tuple(pointers), siblings=newest.siblings,
+            proven=proven,
         )  # fmt: skip
         # Recorded first: if this coordinator dies, the next one knows what to put back.
         self._memory.aside.append(aside)
@@ -291,7 +359,7 @@ class CommandRun:
         if not moved:  # it has changed or cannot be moved, so the program will load it again
             if moved is False:  # otherwise the move is late and may still happen
                 self._memory.aside.remove(aside)
-            return
+            return False
         self._checkpoints.forget(newest)
         done = await self._retarget(aside)
         self._events.write(
@@ -299,6 +367,7 @@ class CommandRun:
             reason="; ".join((reason, *(pointer.words for pointer in done))), bytes=newest.bytes,
             damaged=bool(newest.damage) and not newest.lacking,
         )  # fmt: skip
+        return True
 
     async def _retarget(self, one: SetAsideCheckpoint, *, back: bool = False) -> list[Pointer]:
         """Repair (or restore) the pointers that name this checkpoint as the newest, and return those that changed."""
@@ -309,7 +378,7 @@ class CommandRun:
 
     async def _put_back(self) -> None:
         """Put back the checkpoints set aside. An older one made no difference, so none of these was the cause."""
-        for one in list(self._memory.aside):
+        for one in [one for one in self._memory.aside if not one.proven]:
             done = await run_bounded(partial(put_back, Path(one.path), Path(one.original), one.siblings))
             if done is not None:  # otherwise retried at the next such end
                 self._memory.aside.remove(one)
@@ -319,6 +388,10 @@ class CommandRun:
                     EventKind.CHECKPOINT_SEEN, step=one.step, name=f"{one.identity}.{Path(one.path).name}.back",
                     path=one.original, bytes=one.bytes, new=False, was=one.identity, damage=one.damage,
                 )  # fmt: skip
+
+
+async def _join(reading: Reading[Any]) -> None:
+    await run_bounded(partial(reading.join, WAIT_SECONDS))
 
 
 def _describe(one: CommandCheckpoint | None) -> NewestCheckpoint | None:

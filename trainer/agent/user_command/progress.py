@@ -92,6 +92,15 @@ class CommandProgress:
         self._highest = max([self._highest, *(one.step for one in (*left, *self._latest) if not one.earlier)])
         self._first = False
 
+    def begin_from_newest(self) -> None:
+        """Take the newest checkpoint as this generation's start, after a newer one was moved away."""
+        self.began_from = self._latest[0] if self._latest else None
+        self.torn = self._find_torn()
+
+    def complete(self) -> list[CommandCheckpoint]:
+        """Return the checkpoints without a known sign of damage that are no longer being written, newest first."""
+        return [one for one in self._latest if not one.damage and one.identity in self._reported]
+
     async def check(self, failed_at: float | None) -> None:
         """Check periodically without waiting, and once after a rank has failed (`failed_at`, monotonic)."""
         if failed_at is not None and self._reads.began_at < failed_at:

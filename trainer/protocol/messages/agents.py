@@ -258,6 +258,7 @@ class StartGeneration:
     suspects: tuple[int, ...] = ()  # steps of checkpoints that must not be loaded
     skip: tuple[int, ...] = ()  # data positions to skip
     master: tuple[str, int] | None = None  # rendezvous address of a user's own command
+    resume: str = ""  # path of the command's newest complete checkpoint; empty: none or unknown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -259,6 +259,8 @@ SAID: list[tuple[EventKind, dict[str, Any], str]] = [
      "the save of step 20 is stuck, but training continues: 9 bytes to go"),
     (EventKind.CHECKPOINT_SUSPECT, {"step": 20, "reason": "twice SIGSEGV"},
      "checkpoint 20 is suspect: twice SIGSEGV"),
+    (EventKind.CHECKPOINT_VERIFIED, {"step": 20, "name": "a.1f", "path": "/out/a", "bytes": 7, "seconds": 0.1},
+     "checkpoint 20 matches its seal"),
     (EventKind.CHECKPOINT_CADENCE, {"steps": 1200, "seconds": 600.0, "reason": "a save costs 2 s"},
      "saves every 1200 steps from now on: a save costs 2 s"),
     (EventKind.CHECKPOINT_SEEN, {"step": 20, "name": "a.1f", "path": "/out/a", "bytes": 1 << 20, "new": True},
@@ -273,7 +275,7 @@ SAID: list[tuple[EventKind, dict[str, Any], str]] = [
 
 
 def test_all_checkpoint_events_are_described() -> None:
-    silent = {EventKind.CHECKPOINT_SAVING, EventKind.CHECKPOINT_DELETED}
+    silent = {EventKind.CHECKPOINT_SAVING, EventKind.CHECKPOINT_DELETED, EventKind.CHECKPOINT_SEALED}
     kinds = {kind for kind in EventKind if kind.startswith("checkpoint.")} - silent
     assert {kind for kind, _, _ in SAID} == kinds
 

@@ -19,9 +19,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.debian_suites import SuiteError, install
 from tests.slurm import processes
 from tests.slurm.settings import Ports, slurm_conf, slurmdbd_conf
-from tests.slurm.suites import MACHINE, SUITES, LabError, install, installation
+from tests.slurm.suites import MACHINE, SUITES, LabError, installation
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "slurmdbd", "mariadb-server")
 PROGRAMS = ("slurmctld", "slurmd", "slurmdbd", "sbatch", "sacct", "munged", "mariadbd", "mariadb-install-db")
@@ -36,7 +37,7 @@ def missing_programs() -> list[str]:
 
 
 def install_packages() -> None:
-    """Install the machine's packages. Raises LabError if that is impossible."""
+    """Install the machine's packages. Raises LabError or SuiteError if that is impossible."""
     # Several workers of one test run may install at the same time, but dpkg's lock is exclusive.
     with (Path(tempfile.gettempdir()) / f"orch-lab-install-{os.getuid()}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -44,7 +45,7 @@ def install_packages() -> None:
             return
         install(*PACKAGES)
     if missing_programs():
-        raise LabError(f"no Slurm lab: still missing after the installation: {', '.join(missing_programs())}")
+        raise LabError(f"still missing after the installation: {', '.join(missing_programs())}")
 
 
 def _free_ports(count: int) -> list[int]:
@@ -66,7 +67,7 @@ class SlurmLab:
         self, folder: Path, nodes: int = 4, cpus: int = 8, *, extra: str = "", suite: str = MACHINE
     ) -> None:  # fmt: skip
         if os.geteuid() != 0:
-            raise LabError("no Slurm lab: its slurmd must run as root")
+            raise LabError("its slurmd must run as root")
         install_packages()
         self.slurm = installation(suite)
         self.folder, self.cpus = folder.resolve(), cpus
@@ -300,10 +301,10 @@ def temporary_lab(
         lab = SlurmLab(folder, nodes, extra=extra.format(folder=folder), suite=suite)
         prepare(lab)
         lab.start()
-    except LabError as error:
+    except (LabError, SuiteError) as error:
         if os.environ.get("CI") == "true":
             raise
-        pytest.skip(str(error))
+        pytest.skip(f"no Slurm lab: {error}")
     yield lab
     lab.stop()
     shutil.rmtree(folder, ignore_errors=True)

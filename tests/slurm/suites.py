@@ -3,12 +3,13 @@
 Each program gets the loader and the libraries of its own suite, so jobs, tests and orch keep this machine's Python.
 """
 
-import fcntl
 import os
 import shutil
-import subprocess
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+from tests.debian_suites import cached, run, unpack
 
 MACHINE = "machine"
 """The Slurm that this machine's packages provide."""
@@ -62,69 +63,16 @@ def chosen_suites() -> tuple[str, ...]:
 
 
 def installation(suite: str) -> Installation:
-    """Return the suite's Slurm, downloaded at its first use. Raises LabError if that is impossible."""
+    """Return the suite's Slurm, downloaded at its first use. Raises SuiteError if that is impossible."""
     if suite == MACHINE:
         return Installation()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "orch-tests"
-    cache.mkdir(parents=True, exist_ok=True)
-    root = cache / f"slurm-{suite}-{RECIPE}"
-    with (cache / f"slurm-{suite}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # workers of one test run need it at the same time
-        if not root.exists():
-            _build(suite, root)
+    root = cached(f"slurm-{suite}-{RECIPE}", partial(_build, suite))
     return Installation(programs=root / "programs", plugins=_plugins(root))
 
 
-def _build(suite: str, root: Path) -> None:
-    unfinished = root.with_name(f"{root.name}.{os.getpid()}")
-    try:
-        _download(suite, unfinished)
-        _adapt(unfinished, root)
-        unfinished.rename(root)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _download(suite: str, root: Path) -> None:
-    if shutil.which("mmdebstrap") is None:
-        install("mmdebstrap")
-    listed = _run("apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages").split()
-    mirror = next((address for address in listed if "security" not in address), "")
-    if not mirror:
-        raise LabError("no Slurm lab: apt-get names no mirror of Debian")
-    _run(
-        "mmdebstrap", "--quiet", "--variant=extract", f"--include={','.join(PACKAGES)}",
-        "--keyring=/usr/share/keyrings", '--aptopt=APT::Install-Recommends "false"',
-        '--aptopt=Acquire::Check-Valid-Until "false"', suite, str(root), mirror,
-    )  # fmt: skip
-
-
-def install(*packages: str) -> None:
-    """Install packages on this machine. Raises LabError if that is impossible."""
-    if os.geteuid() != 0 or shutil.which("apt-get") is None:
-        raise LabError(f"no Slurm lab: {', '.join(packages)} missing, and only root with apt-get can install it")
-    environ = {"DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
-    _run("apt-get", "update", "-q", **environ)
-    _run(
-        "apt-get",
-        "install",
-        "-q",
-        "-y",
-        "--no-install-recommends",
-        "-o",
-        "DPkg::Lock::Timeout=120",
-        *packages,
-        **environ,
-    )
-
-
-def _run(*command: str, **environ: str) -> str:
-    done = subprocess.run(
-        command, env={**os.environ, **environ}, capture_output=True, text=True, timeout=600, check=False
-    )
-    if done.returncode != 0:
-        raise LabError(f"no Slurm lab: {' '.join(command)} failed: {done.stderr.strip()[-300:]}")
-    return done.stdout
+def _build(suite: str, unfinished: Path, root: Path) -> None:
+    unpack(suite, unfinished, *PACKAGES, variant="extract")
+    _adapt(unfinished, root)
 
 
 def _plugins(root: Path) -> Path:
@@ -144,5 +92,5 @@ def _adapt(root: Path, final: Path) -> None:
         places = (root / "usr" / folder / f"{name}{end}" for folder in ("bin", "sbin") for end in ("", "-wlm"))
         shutil.copy(next(place for place in places if place.is_file()), programs / name)
     path = ":".join(str(final / folder.relative_to(root)) for folder in libraries)
-    _run(*patch, "--force-rpath", "--set-rpath", path, *map(str, [*programs.iterdir(), *plugins.glob("*.so*")]))
-    _run(*patch, "--set-interpreter", str(final / loader.relative_to(root)), *map(str, programs.iterdir()))
+    run(*patch, "--force-rpath", "--set-rpath", path, *map(str, [*programs.iterdir(), *plugins.glob("*.so*")]))
+    run(*patch, "--set-interpreter", str(final / loader.relative_to(root)), *map(str, programs.iterdir()))

@@ -378,10 +378,10 @@ def test_a_draft_that_another_maker_sweeps_before_it_is_locked_is_made_again(
         swept.append(path.name)
         path.rmdir()
 
-    def opened(path: Path, flags: int) -> int:
+    def opened(path: Path, flags: int, dir_fd: int | None = None) -> int:
         if not swept:
             sweep(path)
-        descriptor = true_open(path, flags)
+        descriptor = true_open(path, flags, dir_fd=dir_fd)
         if len(swept) == 2:
             sweep(path)
         return descriptor

@@ -5,6 +5,7 @@ import secrets
 import socket
 from datetime import timedelta
 from ipaddress import ip_address
+from typing import Any
 
 import psutil
 import torch
@@ -127,7 +128,7 @@ def open_store(spec: RankSpec, control: socket.socket) -> tuple[TCPStore, bytes]
         send_message(control, RendezvousStore(host=host, port=port, key=key.hex()))
     else:
         host, port, key = _receive_store(control)
-        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+        store = _make_store(host, port, is_master=False)
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     return store, key
 
@@ -139,9 +140,18 @@ def _host_store(host: str) -> TCPStore:
         port: int = listener.getsockname()[1]
         # The store takes over the descriptor, and closes it.
         descriptor = os.dup(listener.fileno())
-    return TCPStore(
-        host, port, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT, master_listen_fd=descriptor
-    )
+    return _make_store(host, port, is_master=True, master_listen_fd=descriptor)
+
+
+def _make_store(host: str, port: int, **options: Any) -> TCPStore:
+    """Return a store of torch's default kind or, in a torch without libuv such as Debian's, of the older one."""
+    options |= {"wait_for_workers": False, "timeout": _STORE_TIMEOUT}
+    try:
+        return TCPStore(host, port, **options)
+    except dist.DistStoreError as error:
+        if "built without libuv" not in str(error):
+            raise
+        return TCPStore(host, port, **options, use_libuv=False)
 
 
 def _receive_store(control: socket.socket) -> tuple[str, int, bytes]:

@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 from trainer.agent.control.control_server import AGENT_TIMEOUT_SECONDS, POLL_SECONDS, PeerTimeout
@@ -25,6 +26,8 @@ from trainer.agent.rank_processes.local_ranks import LocalRank, LocalRanks
 from trainer.agent.rank_processes.rank_exit import add_local_facts, complete_end
 from trainer.agent.watch.evidence import EvidenceCollector
 from trainer.agent.watch.hang_limits import ReportSchedule
+from trainer.agent.watch.program_notice import ProgramNotice, describe_program
+from trainer.agent.watch.program_watch import ProgramWatch
 from trainer.agent.watch.sampling import Sampler, no_writer
 from trainer.protocol.config import JobConfig
 from trainer.protocol.events import EventKind, EventLog
@@ -74,6 +77,7 @@ class NodeAgent:
         self._early: list[int] = []
         self._waits = ""  # what the node's preparation waits for
         self._bound: dict[str, str] = {}  # rank -> cores
+        self._notice: ProgramNotice | None = None
         self._peer: CoordinatorPeer
         self._launcher: RankLauncher
         self._evidence: EvidenceCollector
@@ -287,7 +291,7 @@ class NodeAgent:
         self._events.generation = start.generation
         ranks = self._ranks = LocalRanks(start.generation, self._local_ranks())
         writer = self._writers.writer_pid if self._writers is not None else no_writer
-        self._sampler = Sampler(ranks, self._node.name, writer, command=bool(self._config.command))
+        self._sampler = Sampler(ranks, self._node.name, writer, programs=self._watch_programs())
         if self._link is None or self._link.lost:
             # It died after the other nodes were ready; its replacement is for the next generation.
             ranks.mark_never_started()
@@ -302,6 +306,11 @@ class NodeAgent:
             local.close_theirs()
         if start.generation > 1 and not self._warm and self._node.node == 0:  # its ranks import everything again
             self._tasks.spawn(code_at_start.note_changes(self._attempt, self._config, self._events))
+
+    def _watch_programs(self) -> ProgramWatch | None:
+        if not self._config.command:
+            return None
+        return ProgramWatch(lambda rank: self._logs.rhythm(self._attempt.rank_log(rank)))
 
     def _report_binding(self, node_rank: int, ranks: LocalRanks) -> None:
         cores, reason = self._launcher.bind(node_rank)
@@ -441,11 +450,25 @@ class NodeAgent:
                 if self._reports.due(now):
                     self._peer.send(agents.ProgressReport(generation=0, waits=self._waits))
                 continue
+            self._note_program(ranks, now)
             summary = ranks.summary()
             first = reported != ranks.generation and summary.stepped
             reported = ranks.generation if first else reported
             if self._reports.due(now, closely=sampler.sees_halted(), at_once=first):
                 self._peer.send(sampler.report(summary))
+
+    def _note_program(self, ranks: LocalRanks, now: float) -> None:
+        """Report once how the program is watched, and again only if that changes."""
+        if not self._config.command or self._node.node:
+            return
+        local = next(iter(ranks.by_rank.values()))
+        notice = describe_program(
+            local.cell.program(), instrument=self._config.watch.instrument, stepped=local.has_stepped(),
+            seconds=now - ranks.started,
+        )  # fmt: skip
+        if notice is not None and (self._notice is None or notice.instrumented != self._notice.instrumented):
+            self._notice = notice
+            self._events.write(EventKind.PROGRAM_WATCHED, **asdict(notice))
 
 
 async def _finish(task: asyncio.Task[None] | None) -> None:

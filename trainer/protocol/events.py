@@ -23,6 +23,8 @@ class EventKind(StrEnum):
     # node, name, variables {name: value}, staged (folder or null), reused, seconds
     NODE_PREPARED = "node.prepared"
     RANKS_BOUND = "ranks.bound"  # node, name, reason, cores {rank: "0-3,8"}: empty if not bound
+    # instrumented (bool), frameworks [names], reason (why it is not): how a command is watched, on the first node
+    PROGRAM_WATCHED = "program.watched"
     FORK_SERVER = "fork_server"  # node, warm (bool), reason, seconds: the server is ready, or has died
     CODE_RECORDED = "code.recorded"  # digest of the user's training code; code.json lists its files
     CODE_CHANGED = (

@@ -16,6 +16,7 @@ class NodeSetupReport:
 
     prepared: Mapping[str, Any] = field(default_factory=dict)
     bound: Mapping[str, Any] = field(default_factory=dict)
+    watched: Mapping[str, Any] = field(default_factory=dict)
     network: NcclNetwork | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -26,6 +27,7 @@ class NodeSetupReport:
             "cores": self.bound.get("cores", {}),
             "binding": self.bound.get("reason", ""),
             "network": None if network is None else asdict(network),
+            "watched": dict(self.watched) or None,
         }
 
     def describe(self) -> dict[str, str]:
@@ -39,7 +41,17 @@ class NodeSetupReport:
             "set": caches,
             "cores": f"{shown} ({self.bound['reason']})" if shown else self.bound.get("reason", ""),
             "network": "" if self.network is None else str(self.network),
+            "watched": describe_watched(self.watched),
         }
+
+
+def describe_watched(data: Mapping[str, Any]) -> str:
+    """Describe how a command is watched, from its event; "" without one."""
+    if not data:
+        return ""
+    if not data["instrumented"]:
+        return f"from outside only: {data['reason']}"
+    return f"instrumented: {', '.join(data['frameworks']) or 'torch'}"
 
 
 def read_node_setup(run: RunDir) -> NodeSetupReport:
@@ -54,6 +66,7 @@ def read_node_setup(run: RunDir) -> NodeSetupReport:
         found = {event.kind: event.data for event in events if isinstance(event.data, dict)}
     return NodeSetupReport(
         prepared=found.get(EventKind.NODE_PREPARED, {}), bound=found.get(EventKind.RANKS_BOUND, {}),
+        watched=found.get(EventKind.PROGRAM_WATCHED, {}),
         network=read_network(newest.rank_log(0)),
     )  # fmt: skip
 

@@ -56,16 +56,17 @@ started_at, ended_at, resumed_from, last_step, generations, generation_list, con
 spare_nodes, of, of_spare_nodes, reason, base} | null, failure: {kind, reason, rank, node, evidence} | null, decision:
 {action, reason} | null}], checkpoints: [{step, trust, bytes, path, attempt, seconds, stall, tier, copies: [{tier,
 path, bytes, copied_at}], pin, pinned}], incidents: [{time, attempt, generation, name, kind, rank, node, phase, step,
-reason, waiting, detected, withdrawn, evidence, evidence_there, done}], stragglers: [{..., rank, node, section, ratio,
-step, steps, gpu_hours, over}], skipped: [{..., step, position, reason}], restart_differs: [{..., step, restored,
-reason}], incomplete: [{..., step, reason}], code_recorded: [{..., digest}], code_changes: [{..., digest, reason,
-accepted}], spares: [{..., name, instead, reason}], unfit: [{..., node, reason}], unreadable: [{..., unread, reason}],
-restore_tests (as restore-tests history), proven: {step, checkpoint, layouts, ended_at} | null, figures: {steps,
-tokens_per_s_per_rank, tflops_per_rank, mfu, shares, exposed, memory} | null, setup: {staged, variables, cores: {rank:
-cores}, binding, network: {network, devices, gpudirect, version} | null}, notified: {state, delivered, failed, tries,
-at, next_at} | null}; seconds is how long a save took, stall how long training waited for it; tier is empty for the
-run's own folder; a generation's tier is memory after a restart in place; unreadable lists events that are damaged or
-from another version; proven is the newest checkpoint that still exists and was restored
+reason, waiting, detected, withdrawn, observed, evidence, evidence_there, done}], stragglers: [{..., rank, node,
+section, ratio, step, steps, gpu_hours, over}], skipped: [{..., step, position, reason}], restart_differs: [{..., step,
+restored, reason}], incomplete: [{..., step, reason}], code_recorded: [{..., digest}], code_changes: [{..., digest,
+reason, accepted}], spares: [{..., name, instead, reason}], unfit: [{..., node, reason}], unreadable: [{..., unread,
+reason}], restore_tests (as restore-tests history), proven: {step, checkpoint, layouts, ended_at} | null, figures:
+{steps, tokens_per_s_per_rank, tflops_per_rank, mfu, shares, exposed, memory} | null, setup: {staged, variables, cores:
+{rank: cores}, binding, network: {network, devices, gpudirect, version} | null, watched: {instrumented, frameworks,
+reason} | null}, notified: {state, delivered, failed, tries, at, next_at} | null}; seconds is how long a save took,
+stall how long training waited for it; tier is empty for the run's own folder; a generation's tier is memory after a
+restart in place; unreadable lists events that are damaged or from another version; proven is the newest checkpoint
+that still exists and was restored
 """
 
 

@@ -45,6 +45,7 @@ def _incident(run: Run, notice: Notice, generations: Sequence[Generation]) -> Ro
         **_fields(notice, "name", "kind", "rank", "node", "phase", "step", "reason", "waiting", "detected"),
         **{key: data[key] for key in ("culprits", "chain") if key in data},
         "withdrawn": bool(data.get("withdrawn")),
+        "observed": bool(data.get("observed")),
         "evidence": str(path) if path is not None else None,
         "evidence_there": path is not None and path.is_dir(),
         "done": _outcome(notice, generations),
@@ -55,6 +56,8 @@ def _outcome(notice: Notice, generations: Sequence[Generation]) -> str:
     """Return an incident's outcome: why its generation ended."""
     if notice.data.get("withdrawn"):
         return "nothing: it recovered without help"
+    if notice.data.get("observed"):
+        return "nothing: watch.action=observe"
     place = (notice.attempt, notice.generation)
     ended = (item.reason for item in generations if (item.attempt, item.number) == place and item.ended_at is not None)
     return next(ended, "")

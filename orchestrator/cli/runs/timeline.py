@@ -8,6 +8,7 @@ from typing import Any
 
 from checkpointing.config import MEMORY
 from orchestrator.cli.access.registry import open_store
+from orchestrator.cli.runs.node_setup import describe_watched
 from orchestrator.cli.runs.run_reader import EventFeed
 from orchestrator.cli.terminal.render import decimal, size
 from orchestrator.errors import ConfigError
@@ -110,7 +111,8 @@ def _describe_failed_save(data: Data) -> str:
 def _describe_incident(data: Data) -> str:
     if data.get("withdrawn"):
         return f"looked hung, but continued: {data['reason']}"
-    return f"hung: {data['reason']}; evidence in {data['evidence']}"
+    left = "; nothing is killed (watch.action=observe)" if data.get("observed") else ""
+    return f"hung: {data['reason']}; evidence in {data['evidence']}{left}"
 
 
 def _describe_straggler(data: Data) -> str:
@@ -173,6 +175,7 @@ _DESCRIPTIONS: dict[str, str | Callable[[Data], str]] = {
     EventKind.ATTEMPT_STARTED: lambda d: f"started, job {d['job_id']} on {','.join(d['nodes'])}, {d['world']} ranks",
     EventKind.AGENT_LOST: "lost the agent on {name}: {reason}",
     EventKind.PREFLIGHT: _describe_preflight,
+    EventKind.PROGRAM_WATCHED: lambda d: f"the program is watched ({describe_watched(d)})",
     EventKind.GENERATION_STARTED: "ranks start ({world})",
     EventKind.GENERATION_FIRST_STEP: _describe_first_step,
     EventKind.GENERATION_ENDED: _describe_generation_end,

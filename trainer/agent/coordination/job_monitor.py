@@ -23,7 +23,7 @@ from trainer.agent.watch.hang_limits import RankSample, after_hangs
 from trainer.agent.watch.stragglers import WorkWindows
 from trainer.agent.watch.waiting_ranks import HangKind, StageNeighbours
 from trainer.protocol.config_sections.scheduler_kinds import traits
-from trainer.protocol.config_sections.watch_config import AUTO, OBSERVE
+from trainer.protocol.config_sections.watch_config import OBSERVE
 from trainer.protocol.events import EventKind
 from trainer.protocol.failures.outcome import Failure, FailureKind
 from trainer.protocol.failures.rank_end import RankEnd
@@ -156,14 +156,11 @@ class JobMonitor:
             )
 
     def _new_hang_detector(self, generation: int) -> HangDetector:
-        # Without the start-up module, a program reports no steps.
-        command = bool(self._config.command)
-        seen = not command or self._config.watch.instrument == AUTO
         hang = after_hangs(self._config.detection.hang, self._state.history.hangs)
         world = self._config.cluster.world_size
         gpus, pipeline = bool(self._config.cluster.gpus_per_node), self._config.parallel.pipeline
         return HangDetector(
-            hang, self._roster, generation, time.monotonic(), world=world, seen=seen, program=command,
+            hang, self._roster, generation, time.monotonic(), world=world, program=bool(self._config.command),
             on_gpus=gpus,
             stages=StageNeighbours(pipeline, world) if self._config.parallel.sends_messages else None,
         )  # fmt: skip

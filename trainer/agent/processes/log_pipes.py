@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainer.agent.processes.log_rhythm import LogRhythm
 from trainer.protocol.logs.log_rotation import LogFile, LogsConfig
 from trainer.protocol.secrets.secret_redaction import RedactedStream
 
@@ -38,6 +39,7 @@ class _Log:
     """Bytes of chunks not written since the last successful write; used only by the writing thread."""
     file: LogFile | None = field(default=None)
     redacted: RedactedStream = field(default_factory=RedactedStream)
+    rhythm: LogRhythm = field(default_factory=LogRhythm)
 
     def write(self, data: bytes, limits: LogsConfig) -> None:
         if self.file is None:
@@ -79,6 +81,12 @@ class LogPipes:
             theirs = self._logs[path].theirs
             os.set_blocking(theirs, True)  # shared by all writers, one of which may have changed it
             return theirs
+
+    def rhythm(self, path: Path) -> tuple[float, float]:
+        """Return the time of the newest print into this log (0: never) and the usual longest pause between two."""
+        with self._news:
+            log = self._logs.get(path)
+            return (0.0, 0.0) if log is None else (log.rhythm.last, log.rhythm.usual_gap())
 
     def settle(self, path: Path, seconds: float) -> bool:
         """Wait at most `seconds` for all output so far to reach the log's file, and return whether it did."""
@@ -128,6 +136,8 @@ class LogPipes:
                 data = os.read(log.ours, _BLOCK)
             except BlockingIOError:
                 return
+            if data:
+                log.rhythm.add(time.monotonic())
             if not data:
                 self._poll.unregister(log.ours)
             elif has_room:

@@ -135,6 +135,29 @@ def threads_cpu_seconds(pid: int, threads: Collection[int]) -> float:
     return sum(_read_schedstat(_PROC / str(pid) / "task" / str(thread)).ran for thread in threads)
 
 
+def catches_signal(pid: int, number: int) -> bool:
+    """Return whether the process has a handler for the signal."""
+    masks = [line.split()[1] for line in _text(_PROC / str(pid) / "status").splitlines() if line.startswith("SigCgt:")]
+    return bool(masks) and bool(int(masks[0], 16) >> (number - 1) & 1)
+
+
+_PARENT = 1  # counted from the state
+_GENERATIONS = 16
+"""Maximum number of processes between a rank's process and the one that trains."""
+
+
+def is_descendant(pid: int, ancestor: int) -> bool:
+    """Return whether `ancestor` has started the process, directly or through other processes."""
+    for _ in range(_GENERATIONS):
+        try:
+            pid = int(_stat(_PROC / str(pid) / "stat")[_PARENT])
+        except OSError:
+            return False
+        if pid in (ancestor, 0):
+            return pid == ancestor
+    return False
+
+
 def group_members(groups: Collection[int]) -> dict[int, list[int]]:
     """Return the members of each process group, from one pass over /proc that opens none of its files."""
     found: dict[int, list[int]] = {group: [] for group in groups}

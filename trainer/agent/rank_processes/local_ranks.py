@@ -85,7 +85,7 @@ class LocalRanks:
 
     def __init__(self, generation: int, ranks: range) -> None:
         self.generation = generation
-        self.killed = False
+        self.killed, self.started = False, time.monotonic()
         self.oom_kills = OomKills()
         self.by_rank: dict[int, LocalRank] = {}
         for rank in ranks:

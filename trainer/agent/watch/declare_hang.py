@@ -305,15 +305,14 @@ class HangDetector:
     """Hang detection for one generation; times are on the coordinator's monotonic clock."""
 
     def __init__(
-        self, config: HangConfig, roster: Roster, generation: int, started: float, *, world: int, seen: bool = True,
+        self, config: HangConfig, roster: Roster, generation: int, started: float, *, world: int,
         program: bool = False, on_gpus: bool = False, stages: StageNeighbours | None = None,
     ) -> None:  # fmt: skip
-        """If the ranks' steps are unknown, `seen` is False and nothing is judged. `program` means that the ranks run a
-        user's program, so that a verdict needs two witnesses.
+        """`program` means that the ranks run a user's program, so that a verdict needs two witnesses.
         `stages` holds the neighbours of ranks whose messages are not recorded.
         """
         self._config, self._roster, self._generation = config, roster, generation
-        self._on, self._on_gpus, self._stages, self._program = config.on and seen, on_gpus, stages, program
+        self._on, self._on_gpus, self._stages, self._program = config.on, on_gpus, stages, program
         self.snapshot = JobSnapshot(started, world)
         self._query: _FlightQuery | None = None
         self._serial = self._incidents = 0

@@ -31,15 +31,6 @@ _STACKS_LOOK = 0.05
 _MOST_STACKS = 1 << 20
 
 
-def _catches(pid: int, number: int) -> bool:
-    try:
-        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
-    except OSError:
-        return False
-    masks = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")]
-    return bool(masks) and bool(int(masks[0], 16) >> (number - 1) & 1)
-
-
 async def ask_for_stacks(pid: int, memory: int) -> bytes:
     """Make the rank write its stacks into `memory`, a memfd, and wait until it has done so. May be cancelled.
     WARNING: both processes share the file position, so it is reset before the signal and never moved by reading.
@@ -236,7 +227,7 @@ def _live_pid(one: Subject, *, answers: bool = False) -> int:
 async def _stacks(one: Subject, seconds: float) -> bytes:
     """Return stacks written by faulthandler in the process, or else by torch's worker server if it has no handler."""
     pid = _live_pid(one, answers=True)
-    if one.stacks >= 0 and _catches(pid, STACKS):  # a signal without a handler would kill it
+    if one.stacks >= 0 and proc.catches_signal(pid, STACKS):  # a signal without a handler would kill it
         return await ask_for_stacks(pid, one.stacks)
     if answer := await recorder.ask(one.socket, "dump_traceback", seconds * 0.9):
         return answer
@@ -306,15 +297,15 @@ class EvidenceCollector:
         folder, generation = self._attempt.incident(order.incident), ranks.generation
         full = ranks.by_rank if order.full is None else order.full
         seen = {one.rank: asdict(one) for one in sampler.samples()}
-        subjects = [self._subject(local, generation, seen[rank]) for rank, local in ranks.by_rank.items()]
+        subjects = [self._subject(local, generation, seen[rank], sampler) for rank, local in ranks.by_rank.items()]
         found = await collect(folder, self._node, subjects, full, order.seconds)
         missing = dict(list(found["missing"].items())[:_MAX_MISSING])
         peer.send(EvidenceCollected(generation=generation, incident=order.incident, missing=missing))
 
-    def _subject(self, local: LocalRank, generation: int, seen: dict[str, Any]) -> Subject:
+    def _subject(self, local: LocalRank, generation: int, seen: dict[str, Any], sampler: Sampler) -> Subject:
         return Subject(
             rank=local.rank,
-            pid=None if local.ended else local.pid,
+            pid=None if local.ended else sampler.training_pid(local),
             log=self._attempt.rank_log(local.rank),
             stacks=local.stacks,
             socket=self._sockets.path(local.rank, generation),

@@ -7,9 +7,9 @@ from functools import cache
 from operator import attrgetter
 from typing import NamedTuple
 
+from trainer.agent.watch.program_sample import ProgramSample
 from trainer.protocol.config_sections.fault_detection_config import HangConfig
 from trainer.protocol.messages.agents import SampleRow
-from trainer.protocol.rank_progress.program_record import is_instrumented
 from trainer.protocol.rank_progress.progress import (
     AWAITED_SENDS,
     RECEIVES,
@@ -40,12 +40,12 @@ class RankSample:
     node: str
     moment: StageActivity | None = None  # in a pipeline: its activity and micro-batch
     sent: SentMessages | None = None  # in a pipeline: the messages it has sent
-    program: int | None = None  # of a user's program: `ProgramFlags` of its start-up module; 0: none has reported
+    program: ProgramSample | None = None  # of a user's program
 
     @property
     def reports_steps(self) -> bool:
         """Return whether the rank writes its progress cell: orch's own ranks do, programs if instrumented."""
-        return self.program is None or is_instrumented(self.program)
+        return self.program is None or self.program.reports_steps
 
     @property
     def waits_for_message(self) -> bool:
@@ -59,7 +59,7 @@ class RankSample:
 
     @classmethod
     def from_row(
-        cls, row: SampleRow, node: str, stages: Sequence[int] = (), program: int | None = None
+        cls, row: SampleRow, node: str, stages: Sequence[int] = (), program: ProgramSample | None = None
     ) -> "RankSample":
         """Return a row's sample. Raises ValueError for an impossible time. `stages` is the rank's pipeline row."""
         moment = decode_activity(*stages[1:4]) if len(stages) >= 4 else None
@@ -84,6 +84,9 @@ This applies to phases of a step, and to waits for a GPU in any phase.
 
 PROGRAM_SLOW = 2.5
 """Factor on `slow`, which limits every phase of a user's program, since evaluations and saves may look like a step."""
+
+LEARNED = 3.0
+"""Factor on the longest time that a user's program has taken between two signs of progress."""
 
 PROGRAM_FIRST = 2.0
 """Factor on `most` before the first step of a user's program, which may prepare its data first."""
@@ -170,9 +173,12 @@ class Limits:
         if one.first:
             seconds = PROGRAM_FIRST * config.most
             return Allowed(seconds, f"the {format_seconds(seconds)} that a program may take before its first step")
-        seconds = min(config.most, max(PROGRAM_SLOW * config.slow, config.factor * usual))
+        longest = 0.0 if one.program is None else one.program.longest
+        seconds = max(PROGRAM_SLOW * config.slow, min(config.most, config.factor * usual), LEARNED * longest)
         words = f"the {format_seconds(seconds)} that a program may take between two steps"
-        return _extend_limit(_Limit(seconds, "a program", words), config.most, began, one.alive)
+        if one.program is not None and one.program.loop:
+            return Allowed(seconds, f"{words}, all in {one.program.loop}")
+        return _extend_limit(_Limit(seconds, "a program", words), max(seconds, config.most), began, one.alive)
 
     def _measure_phase_limit(self, phase: str, first: bool) -> _Limit:
         config, p99 = self.config, self._p99.get(phase, 0.0)

@@ -16,6 +16,8 @@ from trainer.agent.processes.proc import (
 )
 from trainer.agent.rank_processes.local_ranks import LocalRank, LocalRanks
 from trainer.agent.watch.hang_limits import FAST, HALTED, RankSample
+from trainer.agent.watch.program_sample import ProgramSample
+from trainer.agent.watch.program_watch import ProgramWatch
 from trainer.agent.watch.stragglers import should_report_work
 from trainer.protocol.messages.agents import ProgressReport
 from trainer.protocol.rank_progress.progress import quantile, sum_counts
@@ -37,7 +39,7 @@ class JobSnapshot:
     def add_report(self, report: ProgressReport, node: str, now: float) -> None:
         """Add one agent's report. Raises ValueError for impossible values."""
         stages = {row[0]: row for row in report.stages if row}
-        programs = {row[0]: row[1] for row in report.programs if len(row) == _PROGRAM_ROW}
+        programs = {row[0]: ProgramSample.from_row(row) for row in report.programs}
         for row in report.samples:
             sample = RankSample.from_row(row, node, stages.get(row[0], ()), programs.get(row[0]))
             if not 0 <= sample.rank < self._world:
@@ -85,8 +87,6 @@ def _age_sample(sample: RankSample, seconds: float) -> RankSample:
     return replace(sample, age=sample.age + seconds, alive=sample.alive + seconds, lock=lock)
 
 
-_PROGRAM_ROW = 2
-
 STILL = 1.0
 """Seconds without a write to its cell after which a rank is examined more closely."""
 _LOOK_EVERY = 0.5
@@ -131,7 +131,12 @@ class _RankHistory:
     """Facts kept about one rank between two checks."""
 
     started: float
-    reported: tuple[int, str, bool, int | None] = (-1, "", False, None)  # newest write, state, exit and flags reported
+    reported: tuple[int, str, bool, bool] = (
+        -1,
+        "",
+        False,
+        False,
+    )  # newest write, state, exit, whether it reports steps
     looked: float | None = None  # set while it does not move
     lived: float = 0.0
     state: str | None = None
@@ -144,18 +149,19 @@ class _RankHistory:
 
 
 class Sampler:
-    """Samples of one generation's ranks on one node; `name` is the node's. `command`: they run a user's program.
+    """Samples of one generation's ranks on one node; `name` is the node's. `programs` observes a user's program.
     `writer` returns the process that writes a rank's checkpoints; `signs`, `answers` and `groups` read /proc.
     """
 
     def __init__(
-        self, ranks: LocalRanks, name: str, writer: Callable[[int], int | None] = no_writer, *, command: bool = False,
+        self, ranks: LocalRanks, name: str, writer: Callable[[int], int | None] = no_writer, *,
+        programs: ProgramWatch | None = None,
         clock: Callable[[], float] = time.monotonic, signs: Callable[[int], ProcessActivity | None] = read_activity,
         groups: Callable[[Collection[int]], Mapping[int, list[int]]] = group_members,
         answers: Callable[[int], float] | None = None,
     ) -> None:  # fmt: skip
         self._ranks, self._name, self._clock, self._signs = ranks, name, clock, signs
-        self._command = command
+        self._programs = programs
         self._answers = answers or AnswerTimes()
         self._writer, self._groups = writer, groups
         self._watched = {rank: _RankHistory(started=clock()) for rank in ranks.by_rank}
@@ -171,6 +177,10 @@ class Sampler:
         self._look_closer([local for local in everybody if self._is_still(local, now)], now)
         return [self._sample(local, now) for local in everybody]
 
+    def training_pid(self, local: LocalRank) -> int | None:
+        """Return the process that trains, which a user's program may have started from a script."""
+        return local.pid if self._programs is None else self._programs.pid(local)
+
     def sees_halted(self) -> bool:
         """Return whether the kernel shows a rank as halted, in which case no limit has to expire first."""
         return any(sample.state in HALTED and not sample.ended for sample in self.samples())
@@ -185,12 +195,12 @@ class Sampler:
             p99=self._changed_p99(),
             work=self._work(),
             stages=tuple(_stage_row(sample) for sample in changed if sample.moment or sample.sent),
-            programs=tuple((one.rank, one.program) for one in changed if one.program is not None),
+            programs=tuple(one.program.to_row(one.rank) for one in changed if one.program is not None),
         )
 
     def _has_changed(self, sample: RankSample, watched: _RankHistory) -> bool:
         local = self._ranks.by_rank[sample.rank]
-        now = (local.last.moved_at, sample.state, sample.ended, sample.program)
+        now = (local.last.moved_at, sample.state, sample.ended, sample.reports_steps)
         # For a rank that does not move, every check counts as news, since its activity may explain the delay.
         news = now != watched.reported or (sample.age > STILL and not sample.ended)
         watched.reported = now
@@ -223,13 +233,8 @@ class Sampler:
             ended=local.ended,
             moment=reading.moment,
             sent=local.cell.sent(),
-            program=self._program_flags(local) if self._command else None,
+            program=self._programs.sample(local, now) if self._programs is not None else None,
         )
-
-    @staticmethod
-    def _program_flags(local: LocalRank) -> int:
-        record = local.cell.program()
-        return 0 if record is None else int(record.flags)
 
     def _look_closer(self, still: list[LocalRank], now: float) -> None:
         """Examine motionless ranks together, since finding their children takes a pass over the node's processes."""
@@ -238,8 +243,11 @@ class Sampler:
         self._looked = now
         groups = self._groups({local.pid for local in still if local.pid is not None})
         for local in still:
-            if local.pid is not None:
-                self._examine_rank(local, local.pid, groups.get(local.pid, []), now)
+            pid = self.training_pid(local)
+            if local.pid is not None and pid is not None:
+                self._examine_rank(local, pid, groups.get(local.pid, []), now)
+                if self._programs is not None:
+                    self._programs.compare_stacks(local, self._watched[local.rank].state or "")
 
     def _examine_rank(self, local: LocalRank, pid: int, group: list[int], now: float) -> None:
         watched, writer = self._watched[local.rank], self._writer(local.rank)

@@ -9,9 +9,13 @@ from enum import StrEnum
 
 from trainer.agent.flight.wait_graph import Finding
 from trainer.agent.watch.hang_limits import HALTED, RankSample, format_seconds
+from trainer.agent.watch.program_sample import DUMPS
 
 LEAST_WITNESSES = 2
 """Number of witnesses that must agree before ranks of a program are killed."""
+
+_SILENT, _RHYTHM = 60.0, 3.0
+"""A log is silent for longer than usual after this many seconds, and this many times its usual longest pause."""
 
 _IDLE = 1.0
 """A process counts as idle if this many seconds or fewer of its time without a step had any activity."""
@@ -21,6 +25,8 @@ class Witness(StrEnum):
     CELL = "progress cell"
     PROCESS = "/proc"
     FLIGHT = "flight records"
+    STACKS = "stacks"
+    LOG = "log"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +70,9 @@ def _testify(culprit: int | None, live: Sequence[RankSample], finding: Finding |
     yield _process(suspects)
     if finding is not None:
         yield _flight(culprit, finding, {one.rank for one in live})
+    if culprit is not None:
+        yield from _stacks(suspects[0])
+        yield from _log(suspects[0])
 
 
 def _cell(suspects: Sequence[RankSample]) -> Testimony:
@@ -78,11 +87,33 @@ def _process(suspects: Sequence[RankSample]) -> Testimony:
     if halted and len(halted) == len(suspects):
         return Testimony(witness=Witness.PROCESS, agrees=True, words=f"process state {halted[0].state}")
     idle = min(one.alive for one in suspects)
-    if all(one.age - one.alive <= _IDLE for one in suspects):
+    # Without a cell, the process may do something that its own CPU time and I/O do not show.
+    if all(one.reports_steps for one in suspects) and all(one.age - one.alive <= _IDLE for one in suspects):
         words = f"no CPU time and no I/O for {format_seconds(idle)}"
         return Testimony(witness=Witness.PROCESS, agrees=True, words=words)
     words = f"the last activity was {format_seconds(idle)} ago"
     return Testimony(witness=Witness.PROCESS, agrees=None, words=words)
+
+
+def _stacks(suspect: RankSample) -> Iterator[Testimony]:
+    """Yield what the rank's stacks show, if they are known."""
+    if suspect.program is not None and suspect.program.loop:
+        words = f"{DUMPS} dumps in a row are in {suspect.program.loop}"
+        yield Testimony(witness=Witness.STACKS, agrees=True, words=words)
+
+
+def _log(suspect: RankSample) -> Iterator[Testimony]:
+    """Yield what the rhythm of the rank's log shows, if it prints regularly."""
+    program = suspect.program
+    if program is None or not program.log_gap:
+        return
+    silence, usual = format_seconds(program.log_age), format_seconds(program.log_gap)
+    if program.log_age > max(_SILENT, _RHYTHM * program.log_gap):
+        words = f"no print for {silence}, at most {usual} apart before"
+        yield Testimony(witness=Witness.LOG, agrees=True, words=words)
+    # A stopped process does not print; its output may still have been in the pipe.
+    elif program.log_age < suspect.age - _RHYTHM and suspect.state not in HALTED:
+        yield Testimony(witness=Witness.LOG, agrees=False, words=f"it printed {silence} ago")
 
 
 def _flight(culprit: int | None, finding: Finding, live: set[int]) -> Testimony:

@@ -86,6 +86,10 @@ SampleRow = tuple[int, int, str, bool, int, float, float, str, float, bool]
 """Fields of a `trainer.agent.watch.hang_limits.RankSample` in order, without the node name."""
 
 
+ProgramRow = tuple[int, int, float, float, float, str]
+"""The rank, and the fields of a `trainer.agent.watch.program_sample.ProgramSample` in order."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreflightFault:
     """Failed check. If `shared`, it concerns a resource that all nodes use, so nodes can be compared."""
@@ -168,7 +172,7 @@ class ProgressReport:
     # For ranks of a pipeline in `samples`: rank, `StageActivity` as numbers, and the row of `SentMessages`.
     stages: tuple[tuple[int, ...], ...] = ()
     waits: str = ""  # what the node's preparation waits for, if another process delays it
-    programs: tuple[tuple[int, ...], ...] = ()  # for a user's programs in `samples`: rank, `ProgramFlags`
+    programs: tuple[ProgramRow, ...] = ()  # for the ranks of a user's program in `samples`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,7 @@ from trainer.agent.attempt_state.attempt_state import GenerationState
 from trainer.agent.attempt_state.published_files import MOST, rank_readings
 from trainer.agent.control.tcp_transport import CoordinatorPeer
 from trainer.agent.watch.hang_limits import RankSample
+from trainer.agent.watch.program_sample import ProgramSample
 from trainer.agent.watch.sampling import JobSnapshot
 from trainer.protocol.failures.outcome import Failure, FailureKind
 from trainer.protocol.failures.rank_end import RankEnd
@@ -126,9 +127,9 @@ def test_a_rank_that_was_not_heard_of_for_long_is_as_still_as_one_that_says_so()
 
 
 def test_of_a_users_own_program_nothing_is_made_up() -> None:
-    seen = [RankSample(rank=0, node="n1", age=24.8, program=0)]
+    seen = [RankSample(rank=0, node="n1", age=24.8, program=ProgramSample())]
     (one,) = rank_readings(seen, world=1, time=5.0, generation=1, p99={}, ratios={}).ranks
     assert (one.step, one.phase, one.age, one.node) == (None, "command", None, "n1")
-    seen = [RankSample(rank=0, node="n1", age=24.8, step=7, phase="optimizer", program=1)]
+    seen = [RankSample(rank=0, node="n1", age=24.8, step=7, phase="optimizer", program=ProgramSample(flags=1))]
     (one,) = rank_readings(seen, world=1, time=5.0, generation=1, p99={}, ratios={}).ranks
     assert (one.step, one.phase, one.age) == (7, "optimizer", 24.8)

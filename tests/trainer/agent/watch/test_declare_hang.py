@@ -180,14 +180,6 @@ def test_an_answer_to_an_older_question_does_not_count() -> None:
     assert not job.asked(agents.CollectEvidence)
 
 
-def test_of_a_command_nothing_is_judged() -> None:
-    job = Job()
-    job.watch = HangDetector(HangConfig(), job.roster, 1, job.now, world=4, seen=False)
-    job.state[1] = "T"
-    assert job.passes(60) is None
-    assert job.watch.incident is None
-
-
 def test_the_agents_of_a_large_job_are_asked_for_more_before_anybody_is_judged() -> None:
     job = Job(idle=1000)
     job.phase[2] = "data"

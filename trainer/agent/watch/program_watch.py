@@ -1,0 +1,88 @@
+"""An agent's observations of a user's programs, between two samples."""
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from trainer.agent.processes.proc import catches_signal, is_descendant
+from trainer.agent.rank_processes.local_ranks import LocalRank
+from trainer.agent.watch.program_sample import LoopSearch, ProgramSample
+from trainer.protocol.messages.ranks import STACKS
+
+STACKS_AFTER = 30.0
+"""Seconds without a step after which a busy rank's stacks are compared."""
+_STACKS_EVERY = 5.0
+_MOST_STACKS = 1 << 20
+
+Rhythm = Callable[[int], tuple[float, float]]
+"""Returns, for a rank, the time of its newest print (0: never) and the usual longest pause between two prints."""
+
+
+def no_rhythm(rank: int) -> tuple[float, float]:
+    """Return an unknown rhythm."""
+    return 0.0, 0.0
+
+
+@dataclass(kw_only=True)
+class _Observed:
+    """Observations of one rank."""
+
+    moved_at: int = 0
+    longest: float = 0.0
+    asked: float = 0.0  # time of the newest request for stacks
+    search: LoopSearch = field(default_factory=LoopSearch)
+
+
+class ProgramWatch:
+    """Observes the programs of one generation on one node."""
+
+    def __init__(self, rhythm: Rhythm = no_rhythm, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rhythm, self._clock = rhythm, clock
+        self._observed: dict[int, _Observed] = {}
+
+    def pid(self, local: LocalRank) -> int | None:
+        """Return the process that trains: the one that reports, if the rank's own process has started it."""
+        record = local.cell.program()
+        if record is None or local.pid is None or record.pid == local.pid:
+            return local.pid
+        return record.pid if is_descendant(record.pid, local.pid) else local.pid
+
+    def sample(self, local: LocalRank, now: float) -> ProgramSample:
+        """Return what is known about the rank's program now."""
+        record, observed = local.cell.program(), self._observed.setdefault(local.rank, _Observed())
+        moved_at = local.last.moved_at
+        if moved_at != observed.moved_at:
+            if observed.moved_at and local.has_stepped():
+                observed.longest = max(observed.longest, (moved_at - observed.moved_at) * 1e-9)
+            observed.moved_at = moved_at
+        printed, gap = self._rhythm(local.rank)
+        return ProgramSample(
+            flags=0 if record is None else int(record.flags),
+            longest=observed.longest,
+            log_age=max(0.0, now - printed) if printed else 0.0,
+            log_gap=gap,
+            loop=observed.search.place(moved_at),
+        )
+
+    def compare_stacks(self, local: LocalRank, state: str) -> None:
+        """Take the dump that was requested last time, and request another one. A halted rank answers no signal."""
+        observed, now, pid = self._observed.setdefault(local.rank, _Observed()), self._clock(), self.pid(local)
+        moved_at = local.last.moved_at
+        if (
+            pid is None
+            or state in "TtZX"
+            or now - moved_at * 1e-9 < STACKS_AFTER
+            or now - observed.asked < _STACKS_EVERY
+        ):
+            return
+        if observed.asked > moved_at * 1e-9 and os.fstat(local.stacks).st_size:
+            dump = os.pread(local.stacks, _MOST_STACKS, 0).decode(errors="replace")
+            observed.search.add(dump, moved_at)
+        observed.asked = now
+        if catches_signal(pid, STACKS):  # a signal without a handler would kill it
+            os.ftruncate(local.stacks, 0)
+            os.lseek(local.stacks, 0, os.SEEK_SET)
+            with suppress(ProcessLookupError):
+                os.kill(pid, STACKS)

@@ -85,7 +85,9 @@ class NodeAgent:
     async def serve(self, peer: CoordinatorPeer) -> int:
         """Serve until the coordinator ends the attempt or is lost, and return the agent's exit code."""
         self._peer = peer
-        self._evidence = EvidenceCollector(self._attempt, self._node.node, self._sockets)
+        self._evidence = EvidenceCollector(
+            self._attempt, self._node.node, self._sockets, on_gpus=bool(self._config.cluster.gpus_per_node)
+        )
         for number in self._early:
             self.on_signal(number)
         try:

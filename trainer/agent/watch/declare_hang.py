@@ -50,6 +50,7 @@ from trainer.protocol.messages.agents import (
     FlightRecords,
     ProgressReport,
     QueryFlights,
+    RasRow,
     ReportOften,
 )
 
@@ -145,11 +146,13 @@ def judge(
     return _hung(replace(suspicion, others=tuple(late)), allowed, live, lock_held)
 
 
-def with_witnesses(judgement: HangJudgement, seen: Sequence[RankSample], finding: Finding | None) -> HangJudgement:
+def with_witnesses(
+    judgement: HangJudgement, seen: Sequence[RankSample], finding: Finding | None, ras: Mapping[int, RasRow]
+) -> HangJudgement:
     """Return the judgement on a user's program: a hang only if enough witnesses agree."""
     if judgement.verdict is not HangVerdict.HUNG:
         return judgement
-    weighed = weigh(judgement.culprit, seen, finding)
+    weighed = weigh(judgement.culprit, seen, finding, ras)
     if not weighed.enough:
         return fine(f"{judgement.reason}; not declared a hang: {weighed.reason}")
     words = tuple(f"{one.witness}: {one.words}" for one in weighed.testimonies)
@@ -276,6 +279,7 @@ class _FlightQuery:
     waits: set[int]
     flights: dict[int, FlightRecord] = field(default_factory=dict)
     unanswered: set[int] = field(default_factory=set)
+    ras: dict[int, RasRow] = field(default_factory=dict)
     finding: Finding | None = None
 
     def is_over(self, now: float) -> bool:
@@ -341,6 +345,7 @@ class HangDetector:
             flight = FlightRecord.from_json(text)
             query.flights[flight.rank] = flight
         query.unanswered.update(message.unanswered)
+        query.ras.update({row[0]: row for row in message.ras})
         if message.last:
             query.waits.discard(node)
 
@@ -415,7 +420,8 @@ class HangDetector:
             report_gaps=self._report_gaps.at(now),
             on_gpus=self._on_gpus,
         )
-        return with_witnesses(judgement, seen, finding) if self._program else judgement
+        ras = query.ras if query is not None and finding is not None else {}
+        return with_witnesses(judgement, seen, finding, ras) if self._program else judgement
 
     def _finding(self, seen: list[RankSample], now: float) -> Finding | None:
         query = self._query

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,13 +16,14 @@ from typing import Any
 from trainer.agent.control.tcp_transport import CoordinatorPeer
 from trainer.agent.flight import recorder
 from trainer.agent.flight.flight_record import newest
+from trainer.agent.flight.nccl_ras import query_ras
 from trainer.agent.flight.recorder import FlightSockets
 from trainer.agent.processes import proc
 from trainer.agent.processes.background_tasks import run_detached
 from trainer.agent.rank_processes.local_ranks import LocalRank, LocalRanks
 from trainer.agent.watch.sampling import Sampler
 from trainer.protocol.logs.log_rotation import read_tail
-from trainer.protocol.messages.agents import CollectEvidence, EvidenceCollected, FlightRecords, QueryFlights
+from trainer.protocol.messages.agents import CollectEvidence, EvidenceCollected, FlightRecords, QueryFlights, RasRow
 from trainer.protocol.messages.ranks import STACKS
 from trainer.protocol.run_dir import AttemptDir
 from trainer.protocol.secrets.secret_redaction import in_use
@@ -268,28 +269,43 @@ _MAX_MISSING = 100
 class EvidenceCollector:
     """Handles the coordinator's evidence queries. It always sends an answer, even if evidence is missing."""
 
-    def __init__(self, attempt: AttemptDir, node: int, sockets: FlightSockets) -> None:
-        self._attempt, self._node, self._sockets = attempt, node, sockets
+    def __init__(self, attempt: AttemptDir, node: int, sockets: FlightSockets, *, on_gpus: bool = False) -> None:
+        self._attempt, self._node, self._sockets, self._on_gpus = attempt, node, sockets, on_gpus
 
     async def collect(
         self, order: QueryFlights | CollectEvidence, ranks: LocalRanks, sampler: Sampler, peer: CoordinatorPeer
     ) -> None:
         match order:
             case QueryFlights():
-                await self._send_flight_records(order, ranks, peer)
+                await self._send_flight_records(order, ranks, sampler, peer)
             case CollectEvidence():
                 await self._send_bundle(order, ranks, sampler, peer)
 
-    async def _send_flight_records(self, query: QueryFlights, ranks: LocalRanks, peer: CoordinatorPeer) -> None:
+    async def _send_flight_records(
+        self, query: QueryFlights, ranks: LocalRanks, sampler: Sampler, peer: CoordinatorPeer
+    ) -> None:
         generation, asked = ranks.generation, [local.rank for local in ranks.by_rank.values() if not local.ended]
         paths = {rank: self._sockets.path(rank, generation) for rank in asked}
-        flights, unanswered = await recorder.flights(paths, query.seconds)
+        pids = {sampler.training_pid(ranks.by_rank[rank]): rank for rank in asked}
+        (flights, unanswered), ras = await asyncio.gather(
+            recorder.flights(paths, query.seconds), self._ask_ras(pids, query.seconds)
+        )
         answer = FlightRecords(generation=generation, serial=query.serial)
         # Sent in batches, since all records of a node with many ranks would not fit into one line.
         for first in range(0, len(flights), _AT_ONCE):
             batch = tuple(flight.to_json() for flight in flights[first : first + _AT_ONCE])
             peer.send(replace(answer, flights=batch))
-        peer.send(replace(answer, unanswered=tuple(unanswered), last=True))
+        peer.send(replace(answer, unanswered=tuple(unanswered), ras=ras, last=True))
+
+    async def _ask_ras(self, pids: Mapping[int | None, int], seconds: float) -> tuple[RasRow, ...]:
+        """Return what NCCL's RAS knows about these processes; nothing if it does not answer, or without GPUs."""
+        if not self._on_gpus:
+            return ()
+        try:
+            found = await run_detached(lambda: query_ras(seconds * 0.9), seconds)
+        except TimeoutError:
+            return ()
+        return tuple((pids[one.pid], one.launched, one.most, one.missing) for one in found.values() if one.pid in pids)
 
     async def _send_bundle(
         self, order: CollectEvidence, ranks: LocalRanks, sampler: Sampler, peer: CoordinatorPeer

@@ -11,7 +11,7 @@ PATIENCE_SECONDS = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramNotice:
-    """How a program is watched; `reason` is empty if it is instrumented."""
+    """Statement on a program; `reason` is empty if it is instrumented."""
 
     instrumented: bool
     frameworks: tuple[str, ...] = ()

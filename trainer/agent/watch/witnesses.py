@@ -3,13 +3,16 @@
 The steps of a program are guessed from its optimizers, so its progress cells prove less than those of orch's own ranks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from trainer.agent.flight.wait_graph import Finding
 from trainer.agent.watch.hang_limits import HALTED, RankSample, format_seconds
 from trainer.agent.watch.program_sample import DUMPS
+from trainer.protocol.messages.agents import RasRow
+
+_NO_RAS: Mapping[int, RasRow] = {}
 
 LEAST_WITNESSES = 2
 """Number of witnesses that must agree before ranks of a program are killed."""
@@ -25,6 +28,7 @@ class Witness(StrEnum):
     CELL = "progress cell"
     PROCESS = "/proc"
     FLIGHT = "flight records"
+    RAS = "NCCL RAS"
     STACKS = "stacks"
     LOG = "log"
 
@@ -47,10 +51,12 @@ class Weighed:
     testimonies: tuple[Testimony, ...]
 
 
-def weigh(culprit: int | None, seen: Sequence[RankSample], finding: Finding | None) -> Weighed:
+def weigh(
+    culprit: int | None, seen: Sequence[RankSample], finding: Finding | None, ras: Mapping[int, RasRow] = _NO_RAS
+) -> Weighed:
     """Return which witnesses agree that `culprit` stopped first or, if it is None, that all ranks wait together."""
     live = [one for one in seen if not one.ended]
-    found = tuple(_testify(culprit, live, finding))
+    found = tuple(_testify(culprit, live, finding, ras))
     agree = [one for one in found if one.agrees]
     against = [one for one in found if one.agrees is False]
     if against:
@@ -62,7 +68,9 @@ def weigh(culprit: int | None, seen: Sequence[RankSample], finding: Finding | No
     return Weighed(enough=True, reason=words, testimonies=found)
 
 
-def _testify(culprit: int | None, live: Sequence[RankSample], finding: Finding | None) -> Iterator[Testimony]:
+def _testify(
+    culprit: int | None, live: Sequence[RankSample], finding: Finding | None, ras: Mapping[int, RasRow]
+) -> Iterator[Testimony]:
     suspects = [one for one in live if culprit is None or one.rank == culprit]
     if not suspects:
         return
@@ -73,6 +81,7 @@ def _testify(culprit: int | None, live: Sequence[RankSample], finding: Finding |
     if culprit is not None:
         yield from _stacks(suspects[0])
         yield from _log(suspects[0])
+        yield from _ras(ras.get(culprit))
 
 
 def _cell(suspects: Sequence[RankSample]) -> Testimony:
@@ -93,6 +102,15 @@ def _process(suspects: Sequence[RankSample]) -> Testimony:
         return Testimony(witness=Witness.PROCESS, agrees=True, words=words)
     words = f"the last activity was {format_seconds(idle)} ago"
     return Testimony(witness=Witness.PROCESS, agrees=None, words=words)
+
+
+def _ras(row: RasRow | None) -> Iterator[Testimony]:
+    """Yield what NCCL knows, if it answered. Equal counts prove nothing: a launched collective may not have begun."""
+    if row is None:
+        return
+    _, launched, most, missing = row
+    words = "it does not answer its peers" if missing else f"{launched} collectives launched, a peer {most}"
+    yield Testimony(witness=Witness.RAS, agrees=True if missing or launched < most else None, words=words)
 
 
 def _stacks(suspect: RankSample) -> Iterator[Testimony]:

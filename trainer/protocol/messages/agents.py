@@ -86,6 +86,9 @@ SampleRow = tuple[int, int, str, bool, int, float, float, str, float, bool]
 """Fields of a `trainer.agent.watch.hang_limits.RankSample` in order, without the node name."""
 
 
+RasRow = tuple[int, int, int, bool]
+"""A rank in NCCL's RAS: rank, collectives launched, the most that a peer has launched, whether it is missing."""
+
 ProgramRow = tuple[int, int, float, float, float, str]
 """The rank, and the fields of a `trainer.agent.watch.program_sample.ProgramSample` in order."""
 
@@ -223,6 +226,7 @@ class FlightRecords:
     generation: int
     serial: int
     flights: tuple[str, ...] = ()
+    ras: tuple[RasRow, ...] = ()
     unanswered: tuple[int, ...] = ()
     last: bool = False
 

@@ -63,6 +63,20 @@ def test_a_kill_needs_two_witnesses_that_agree(culprit, seen, finding, enough, r
     assert re.search(reason, weighed.reason), weighed.reason
 
 
+RAS_CASES = [
+    ((1, 40, 41, False), True, "NCCL RAS: 40 collectives launched, a peer 41"),
+    ((1, 0, 41, True), True, "NCCL RAS: it does not answer its peers"),
+    ((1, 41, 41, False), False, "1 of the 2 witnesses"),
+]
+
+
+@pytest.mark.parametrize(("row", "enough", "reason"), RAS_CASES)
+def test_equal_counts_of_launched_collectives_prove_nothing(row, enough, reason):
+    weighed = weigh(1, [rank(0), rank(1, alive=0.1)], None, {1: row})
+    assert weighed.enough == enough, weighed
+    assert reason in weighed.reason
+
+
 def test_a_program_may_stand_still_for_longer_than_a_workload_of_orch():
     limits = Limits(HangConfig(), {"optimizer": 0.05}, program=True)
     assert limits.for_rank(rank(1)).seconds == 300

@@ -312,7 +312,8 @@ class NodeAgent:
     def _watch_programs(self) -> ProgramWatch | None:
         if not self._config.command:
             return None
-        return ProgramWatch(lambda rank: self._logs.rhythm(self._attempt.rank_log(rank)))
+        slow = self._config.detection.hang.slow
+        return ProgramWatch(lambda rank: self._logs.rhythm(self._attempt.rank_log(rank)), slow)
 
     def _report_binding(self, node_rank: int, ranks: LocalRanks) -> None:
         cores, reason = self._launcher.bind(node_rank)

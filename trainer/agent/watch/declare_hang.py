@@ -17,6 +17,7 @@ from trainer.agent.nodes.roster import Roster
 from trainer.agent.watch.hang_limits import (
     ATTENTION_SECONDS,
     HALTED,
+    LOCK_HELD_SECONDS,
     LONGEST,
     Allowed,
     Gaps,
@@ -262,8 +263,6 @@ _ANSWER_SECONDS, _NODES_A_SECOND = 2.0, 300.0
 """Time limit for agents to fetch their ranks' flight records, and nodes handled per second."""
 _QUERY_AGAIN_SECONDS = 4.0
 """Seconds between two queries; answers older than `FRESH` are not used."""
-_LOCK_HELD_SECONDS = 3.0
-"""A rank is suspect if its threads cannot take Python's lock for longer than this many seconds."""
 _HEALTHY_RANKS = 2
 _MAX_FULL_EVIDENCE = 16
 """Maximum number of culprits with full evidence."""
@@ -402,7 +401,7 @@ class HangDetector:
         self.incident = self._query = None
 
     def _judge(self, seen: list[RankSample], limits: Limits, now: float) -> HangJudgement:
-        locked = frozenset(one.rank for one in seen if one.lock > _LOCK_HELD_SECONDS and one.state not in "TtDZX")
+        locked = frozenset(one.rank for one in seen if one.lock > LOCK_HELD_SECONDS and one.state not in "TtDZX")
         self._halted = {rank: since for rank, since in self._halted.items() if since > self.snapshot.moved}
         for one in seen:
             if one.state in HALTED and not one.ended:

@@ -82,6 +82,9 @@ LIVELY = 4.0
 This applies to phases of a step, and to waits for a GPU in any phase.
 """
 
+LOCK_HELD_SECONDS = 3.0
+"""A rank is suspect if its threads cannot take Python's lock for longer than this many seconds."""
+
 PROGRAM_SLOW = 2.5
 """Factor on `slow`, which limits every phase of a user's program, since evaluations and saves may look like a step."""
 
@@ -178,6 +181,8 @@ class Limits:
         words = f"the {format_seconds(seconds)} that a program may take between two steps"
         if one.program is not None and one.program.loop:
             return Allowed(seconds, f"{words}, all in {one.program.loop}")
+        if one.lock > LOCK_HELD_SECONDS:
+            return Allowed(seconds, f"{words}, while Python's lock is held")
         return _extend_limit(_Limit(seconds, "a program", words), max(seconds, config.most), began, one.alive)
 
     def _measure_phase_limit(self, phase: str, first: bool) -> _Limit:

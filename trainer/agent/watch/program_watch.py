@@ -11,9 +11,10 @@ from trainer.agent.rank_processes.local_ranks import LocalRank
 from trainer.agent.watch.program_sample import LoopSearch, ProgramSample
 from trainer.protocol.messages.ranks import STACKS
 
-STACKS_AFTER = 30.0
-"""Seconds without a step after which a busy rank's stacks are compared."""
-_STACKS_EVERY = 5.0
+_AFTER, _EVERY = 0.25, 0.04
+"""Seconds without a step after which a rank's stacks are compared, and between two dumps, as shares of
+`detection.hang.slow`: 30 s and 5 s by default.
+"""
 _MOST_STACKS = 1 << 20
 
 Rhythm = Callable[[int], tuple[float, float]]
@@ -38,8 +39,12 @@ class _Observed:
 class ProgramWatch:
     """Observes the programs of one generation on one node."""
 
-    def __init__(self, rhythm: Rhythm = no_rhythm, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, rhythm: Rhythm = no_rhythm, slow: float = 120.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`slow` is `detection.hang.slow`."""
         self._rhythm, self._clock = rhythm, clock
+        self._after, self._every = _AFTER * slow, _EVERY * slow
         self._observed: dict[int, _Observed] = {}
 
     def pid(self, local: LocalRank) -> int | None:
@@ -70,12 +75,8 @@ class ProgramWatch:
         """Take the dump that was requested last time, and request another one. A halted rank answers no signal."""
         observed, now, pid = self._observed.setdefault(local.rank, _Observed()), self._clock(), self.pid(local)
         moved_at = local.last.moved_at
-        if (
-            pid is None
-            or state in "TtZX"
-            or now - moved_at * 1e-9 < STACKS_AFTER
-            or now - observed.asked < _STACKS_EVERY
-        ):
+        is_still = now - moved_at * 1e-9 >= self._after
+        if pid is None or state in "TtZX" or not is_still or now - observed.asked < self._every:
             return
         if observed.asked > moved_at * 1e-9 and os.fstat(local.stacks).st_size:
             dump = os.pread(local.stacks, _MOST_STACKS, 0).decode(errors="replace")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from trainer.agent.flight.wait_graph import Finding
-from trainer.agent.watch.hang_limits import HALTED, RankSample, format_seconds
+from trainer.agent.watch.hang_limits import HALTED, LOCK_HELD_SECONDS, RankSample, format_seconds
 from trainer.agent.watch.program_sample import DUMPS
 from trainer.protocol.messages.agents import RasRow
 
@@ -29,6 +29,7 @@ class Witness(StrEnum):
     PROCESS = "/proc"
     FLIGHT = "flight records"
     RAS = "NCCL RAS"
+    LOCK = "Python's lock"
     STACKS = "stacks"
     LOG = "log"
 
@@ -80,6 +81,7 @@ def _testify(
         yield _flight(culprit, finding, {one.rank for one in live})
     if culprit is not None:
         yield from _stacks(suspects[0])
+        yield from _lock(suspects[0])
         yield from _log(suspects[0])
         yield from _ras(ras.get(culprit))
 
@@ -118,6 +120,13 @@ def _stacks(suspect: RankSample) -> Iterator[Testimony]:
     if suspect.program is not None and suspect.program.loop:
         words = f"{DUMPS} dumps in a row are in {suspect.program.loop}"
         yield Testimony(witness=Witness.STACKS, agrees=True, words=words)
+
+
+def _lock(suspect: RankSample) -> Iterator[Testimony]:
+    """Yield that no thread of the rank can take Python's lock. A halted process could take nothing."""
+    if suspect.lock > LOCK_HELD_SECONDS and suspect.state not in HALTED:
+        words = f"held for {format_seconds(suspect.lock)}"
+        yield Testimony(witness=Witness.LOCK, agrees=True, words=words)
 
 
 def _log(suspect: RankSample) -> Iterator[Testimony]:

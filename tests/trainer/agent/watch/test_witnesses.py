@@ -41,6 +41,7 @@ CASES = [
     (1, [rank(0), rank(1, alive=0.1)], blames(1, "no_answer"), False, "1 of the 2 witnesses"),
     # Busy in one function of the program.
     (1, [rank(0), rank(1, alive=0.1, loop="spin (train.py)")], None, True, "stacks: 5 dumps in a row are in spin"),
+    (1, [rank(0), rank(1, alive=0.1, lock=300.0)], None, True, "Python's lock: held for 300 s"),
     # Its log has a rhythm.
     (1, [rank(0), rank(1, alive=0.1, log_age=90.0, log_gap=2.0)], None, True, "log: no print for 90 s, at most 2.0 s"),
     (1, [rank(0), rank(1, log_age=5.0, log_gap=2.0)], None, False, "log disagrees: it printed 5.0 s ago"),

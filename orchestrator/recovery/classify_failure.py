@@ -399,8 +399,7 @@ def _unlaunched_node(evidence: Evidence, job: JobStatus) -> str | None:
     found = next((name[1] for name in named if name and name[1] in job.nodes), None)
     if found is None and (missing := find_missing_program(evidence.tails)) is not None:
         return missing.only_node(job.nodes)
-    # Only the first node starts the batch script.
-    return found or (job.nodes[0] if _launch_failed(evidence, job) else None)
+    return found or (job.batch_node or None if _launch_failed(evidence, job) else None)
 
 
 def _from_logs(evidence: Evidence, job: JobStatus) -> tuple[FailureKind, str]:
@@ -410,7 +409,8 @@ def _from_logs(evidence: Evidence, job: JobStatus) -> tuple[FailureKind, str]:
     ended = f"job {job.job_id} ended as {job.state} without an outcome"
     if _launch_failed(evidence, job):
         cause = f": {found.line}" if found is not None else "; see its slurmd's log for the cause"
-        return FailureKind.LAUNCH_FAILED, f"{job.nodes[0]} could not launch job {job.job_id}{cause}"
+        node = job.batch_node or f"a node of {', '.join(job.nodes)}"
+        return FailureKind.LAUNCH_FAILED, f"{node} could not launch job {job.job_id}{cause}"
     # Messages that result from the cancellation do not hide it.
     if job.state in _TAKEN_AWAY and (found is None or found.role is not Role.ROOT):
         return FailureKind.CANCELLED, f"job {job.job_id} was cancelled, not by orch"

@@ -83,6 +83,7 @@ class JobStatus:
     submit_time: str = ""  # job ids are reused after a crash, so an id alone does not identify a job
     comment: str = ""
     nodes: tuple[str, ...] = ()
+    batch_node: str = ""  # the node that starts the job's script; empty: unknown
     exit_code: int | None = None
     signal: int | None = None
     reason: str = ""

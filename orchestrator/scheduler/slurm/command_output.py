@@ -43,7 +43,10 @@ def read_version(text: str) -> Version:
 
 def queue_fields(version: Version) -> tuple[tuple[str, int], ...]:
     """Return squeue's columns with their widths; older versions refuse a format with an unknown column."""
-    return (("JobID", 64), ("Sluid", 32), *SQUEUE_FIELDS[1:]) if version >= (25, 11) else SQUEUE_FIELDS
+    # Since 26.05, any node of the list may be the first one of the job.
+    return (
+        (("JobID", 64), ("Sluid", 32), ("BatchHost", 256), *SQUEUE_FIELDS[1:]) if version >= (25, 11) else SQUEUE_FIELDS
+    )
 
 
 def accounting_fields(version: Version) -> tuple[str, ...]:
@@ -78,7 +81,7 @@ _EXIT_PAIR = re.compile(r"(\d+):(\d+)(?::\d+)?", re.ASCII)
 _CANCELLED_BY = re.compile(r"CANCELLED by (\d+)", re.ASCII)
 _NOTHING_EXITED = frozenset({"NODE_FAIL", "BOOT_FAIL", "LAUNCH_FAILED", "RECONFIG_FAIL", "REVOKED"})
 """Ended states in which Slurm saw no process exit."""
-_NO_VALUE = frozenset({"", "(null)", "N/A", "NONE", "None", "Unknown", "None assigned", "INVALID"})
+_NO_VALUE = frozenset({"", "(null)", "N/A", "n/a", "NONE", "None", "Unknown", "None assigned", "INVALID"})
 
 Mine = Callable[[JobStatus], bool]
 """Predicate on a row's id, name, comment and files only; rows that fail it are not parsed further."""
@@ -188,7 +191,7 @@ def _parse_queue_row(row: Row) -> JobStatus:
         start_time=epoch(row["StartTime"]), end_time=epoch(row["EndTime"]), held=word == "PENDING" and held,
         source="queue", files=_files(row), unlaunched=_is_unlaunched(word, row, code, signal),
         settings={name: row[field] for name, field in _SETTINGS.items() if _known(row[field])},
-        sluid=_known(row.get("Sluid", "")),
+        sluid=_known(row.get("Sluid", "")), batch_node=_known(row.get("BatchHost", "")) or _only_node(row, "Sluid"),
     )  # fmt: skip
 
 
@@ -220,7 +223,7 @@ def _parse_accounting_row(row: Row) -> JobStatus | None:
         reason=_known(row["Reason"]), end_time=epoch(row["End"]), source="accounting",
         unlaunched=_is_unlaunched(word, row, code, signal),
         cancelled_by=int(by[1]) if (by := _CANCELLED_BY.fullmatch(row["State"])) else None,
-        sluid=_known(row.get("SLUID", "")), nodes_down=_failed_nodes(row),
+        sluid=_known(row.get("SLUID", "")), nodes_down=_failed_nodes(row), batch_node=_only_node(row, "SLUID"),
     )  # fmt: skip
 
 
@@ -243,6 +246,12 @@ def _nodes(row: Row) -> tuple[str, ...]:
         return () if "Name" in row and len(text) >= width else expand_nodes(text)
     except UnreadableField:
         return ()
+
+
+def _only_node(row: Row, newer: str) -> str:
+    """Return the job's first node if that starts its script: the only one, or by a Slurm without the column `newer`."""
+    nodes = _nodes(row)
+    return nodes[0] if len(nodes) == 1 or (nodes and newer not in row) else ""
 
 
 def _failed_nodes(row: Row) -> tuple[str, ...]:

@@ -296,7 +296,7 @@ srun: error: n1: task 0: Killed
 """
 REVOKED = "srun: error: Task launch for StepId=5.0 failed on node n2: Job credential revoked"
 SCANCELLED = "slurmstepd-n1: error: *** JOB 15 ON n1 CANCELLED AT 2026-11-26T18:13:14 ***"
-ON_N1: dict[str, Any] = {"nodes": ("n1",), "unlaunched": True, "cancelled_by": 0}
+ON_N1: dict[str, Any] = {"nodes": ("n1",), "batch_node": "n1", "unlaunched": True, "cancelled_by": 0}
 ON_BOTH: dict[str, Any] = {"nodes": ("n1", "n2"), "cancelled_by": 0}
 NOT_LAUNCHED = {
     "its disk is full": (job("CANCELLED", **ON_N1), "", "launch_failed", "n1", "n1 could not launch job 7; see its"),
@@ -304,8 +304,16 @@ NOT_LAUNCHED = {
         job("CANCELLED", **ON_N1), "Error running slurm prolog: 1", "launch_failed", "n1",
         "n1 could not launch job 7: Error running slurm prolog: 1",
     ),
+    "on the node of rank 0, which is not the first": (
+        job("CANCELLED", **ON_BOTH, batch_node="n2", unlaunched=True), "", "launch_failed", "n2",
+        "n2 could not launch job 7",
+    ),
+    "on an unknown node": (
+        job("CANCELLED", **ON_BOTH, unlaunched=True), "", "launch_failed", None, "a node of n1, n2 could not launch",
+    ),
     "no accounting": (
-        job("CANCELLED", nodes=("n1",), unlaunched=True), "", "launch_failed", "n1", "n1 could not launch job 7",
+        job("CANCELLED", nodes=("n1",), batch_node="n1", unlaunched=True), "", "launch_failed", "n1",
+        "n1 could not launch job 7",
     ),
     "the prolog of another node fails": (
         job("CANCELLED", **ON_BOTH, signal=15), PROLOG_OF_N2, "launch_failed", "n2", "failed on node n2: Job prolog",
@@ -335,7 +343,8 @@ def test_failed_launch_on_a_node_differs_from_a_persons_scancel(name: str) -> No
     ended, text, kind, node, words = NOT_LAUNCHED[name]
     failure = judge(evidence(job=ended, started=False, tails=agents(text)))[2]
     assert failure is not None
-    assert (failure.kind, failure.node, failure.script) == (kind, node, kind == "launch_failed" and node is None)
+    by_script = kind == "launch_failed" and node is None and ended.state != "CANCELLED"
+    assert (failure.kind, failure.node, failure.script) == (kind, node, by_script)
     assert words in failure.reason
 
 

@@ -142,10 +142,25 @@ def test_columns_that_older_clients_refuse_are_asked_of_newer_ones_only() -> Non
 
 
 def test_a_row_of_the_queue_with_a_sluid() -> None:
-    row = {**QUEUE, "Sluid": "s2V5M8FWE33900", "State": "EXPEDITING", "RestartCnt": "1"}
+    row = {**QUEUE, "Sluid": "s2V5M8FWE33900", "BatchHost": "n/a", "State": "EXPEDITING", "RestartCnt": "1"}
     text = "".join(f"{row[name]:<{width}}{SEPARATOR}" for name, width in queue_fields(NEWER)) + "\n"
     ((job,), _) = read_queue(text, version=NEWER)
     assert (job.job_id, job.sluid, job.state, job.restarts) == ("12", "s2V5M8FWE33900", "EXPEDITING", 1)
+
+
+def test_the_node_that_starts_the_script_is_not_always_the_first() -> None:
+    def batch_node(**columns: str) -> str:
+        version = NEWER if "BatchHost" in columns else ()
+        row = {**QUEUE, "Sluid": "s1", "NodeList": "n[1-2]", **columns}
+        text = "".join(f"{row[name]:<{width}}{SEPARATOR}" for name, width in queue_fields(version)) + "\n"
+        return read_queue(text, version=version).jobs[0].batch_node
+
+    assert batch_node(BatchHost="n2") == "n2"
+    assert batch_node(BatchHost="n/a") == ""
+    assert batch_node(BatchHost="n/a", NodeList="n2") == "n2"
+    assert batch_node() == "n1"  # before 25.11
+    (ended,) = read_accounting(newer_accounting(NodeList="n[1-2]"), version=NEWER).jobs
+    assert ended.batch_node == ""
 
 
 def test_every_ended_run_of_a_requeued_job_is_kept_with_its_end_and_its_lost_node() -> None:

@@ -1,6 +1,6 @@
 """Writer of a progress cell in a user's program.
 
-The layout is `ProgressCell`'s (trainer/protocol/rank_progress/progress.py), and in its free area the program record
+The layout is `ProgressCell`'s (trainer/protocol/rank_progress/progress.py), and in its free area `ProgramRecord`'s
 (program_record.py there). A test compares both sides byte for byte. Standard library, Python 3.9.
 """
 
@@ -11,24 +11,25 @@ import mmap
 import os
 import struct
 import time
-from typing import Any
 
 SIZE = 4096
 PHASES = {
     "init": 0, "compile": 1, "restore": 2, "data": 3, "forward": 4, "backward": 5, "optimizer": 6, "checkpoint": 7,
     "eval": 8, "evaluation": 8, "done": 9,
 }  # fmt: skip
-INSTRUMENTED, DISABLED, ANSWERS, JOINED = 1, 2, 4, 8
-"""Flags of the program record. JOINED: its writer trains as a rank, so no other process may replace it."""
+DATA, FORWARD, BACKWARD, OPTIMIZER, EVAL = 3, 4, 5, 6, 8
+INSTRUMENTED, DISABLED, ANSWERS = 1, 2, 4
+"""Flags of the program record."""
 
-_BODY = struct.Struct("<qIIqqqqqddqqqddIii")
+_STEP, _PHASE, _COLLECTIVE, _STEP_AT, _PHASE_AT, _MOVED_AT = 1, 2, 3, 5, 6, 7
+_WHOLE = {"step": _STEP, "collective": _COLLECTIVE, "saved_step": 10, "total_steps": 11, "restored_step": 12}
+_REAL = {"loss": 8, "grad_norm": 9, "save_seconds": 13, "step_seconds": 14}
+"""Positions of fields, in words of 8 bytes. The word of the phase holds the generation in its upper half."""
 _STOP, _STOP_AT = struct.Struct("<IId"), 256
-_TICK = 336 // 8
-_TIMES_AT, _ROW_SIZE, _COUNT = 512, 160, struct.Struct("<I")
+_TICK, _WORK, _TIMES, _ROW = 336 // 8, 384 // 8, 512 // 4, 160 // 4
 _BUCKETS, _SHORTEST, _SCALE = 40, 0.001, 1.0 / math.log(math.sqrt(2.0))
-_RECORD, _RECORD_AT = struct.Struct("<IIi4x"), 3072
-_PID = struct.Struct("<I")
-_NAMES_AT, _NAMES_SIZE, _ERROR_AT, _ERROR_SIZE = 3088, 240, 3328, 512
+_RECORD_AT, _NAMES_AT, _NAMES_SIZE, _ERROR_AT, _ERROR_SIZE = 3072, 3088, 240, 3328, 512
+_PID, _FLAGS, _RANK = _RECORD_AT // 4, _RECORD_AT // 4 + 1, _RECORD_AT // 4 + 2
 
 
 def bucket(seconds: float) -> int:
@@ -39,7 +40,11 @@ def bucket(seconds: float) -> int:
 
 
 class CellWriter:
-    """The cell of one rank. A process that another one has replaced as its writer changes nothing any more."""
+    """Cell of one rank. A process that another one has replaced as the writer changes nothing any more.
+
+    There is no lock, because a signal handler may interrupt a write and raise. Two threads that write at once mix
+    their fields in one reading, and the next write repairs a sequence number that an error has left odd.
+    """
 
     def __init__(self, path: str) -> None:
         """Open the cell by path, because launchers close inherited descriptors. Raises OSError and ValueError."""
@@ -48,101 +53,106 @@ class CellWriter:
             self._map = mmap.mmap(descriptor, SIZE)
         finally:
             os.close(descriptor)
-        self._words = memoryview(self._map).cast("Q")
-        self.warm, self.saved_step, self.phase = False, 0, 0
+        view = memoryview(self._map)
+        self._words, self._floats = view.cast("q"), view.cast("d")
+        self._counts, self._ranks = view.cast("I"), view.cast("i")
+        self.warm, self.phase, self._generation = False, 0, 0
         self._pid = self._flags = 0
-        self._rank = -1
         self._frameworks: list[str] = []
         self._sequence = self._words[0] + self._words[0] % 2
-        self._step = self._generation = self._step_at = self._phase_at = self._total = self._restored = 0
-        self._loss = self._step_seconds = 0.0
+        self._phase_at = 0
 
-    def owner(self) -> tuple[int, bool]:
-        """Return the writer's process (0: none) and whether it trains as a rank."""
-        pid, flags, _ = _RECORD.unpack_from(self._map, _RECORD_AT)
-        return pid, bool(flags & JOINED)
+    # -- the program record
 
-    def claim(self, pid: int, rank: int) -> None:
-        """Become the cell's writer, or change its rank. -1: unknown."""
-        self._flags |= INSTRUMENTED | (JOINED if self._pid == pid else 0)
-        self._pid, self._rank = pid, rank if rank >= 0 else self._rank
-        self._write_record()
+    def owner(self) -> int:
+        """Return the writer's process; 0: none."""
+        return self._counts[_PID]
+
+    def is_owner(self) -> bool:
+        return self._counts[_PID] == self._pid
+
+    def claim(self, pid: int, rank: int, generation: int) -> None:
+        """Become the cell's writer. The rank -1 is unknown."""
+        self._pid, self._generation, self._flags = pid, generation << 32, INSTRUMENTED
+        self._counts[_PID] = 0
+        self._map[_NAMES_AT : _ERROR_AT + _ERROR_SIZE] = bytes(_NAMES_SIZE + _ERROR_SIZE)
+        self._counts[_FLAGS], self._ranks[_RANK] = self._flags, rank
+        self._counts[_PID] = pid
+        self.enter(PHASES["init"])
+
+    def set_rank(self, rank: int) -> None:
+        if self.is_owner():
+            self._ranks[_RANK] = rank
 
     def add_flags(self, flags: int) -> None:
         self._flags |= flags
-        self._write_record()
+        if self.is_owner():
+            self._counts[_FLAGS] = self._flags
 
     def add_framework(self, name: str) -> None:
-        if name not in self._frameworks:
+        if name not in self._frameworks and self.is_owner():
             self._frameworks.append(name)
             self._write_text(_NAMES_AT, _NAMES_SIZE, ",".join(self._frameworks))
 
     def disable(self, text: str) -> None:
         """Record an error after which this writer writes nothing more."""
-        self._write_text(_ERROR_AT, _ERROR_SIZE, text)
-        self.add_flags(DISABLED)
-
-    def _write_record(self) -> None:
-        _RECORD.pack_into(self._map, _RECORD_AT, self._pid, self._flags, self._rank)
+        if self.is_owner():
+            self._write_text(_ERROR_AT, _ERROR_SIZE, text)
+            self.add_flags(DISABLED)
 
     def _write_text(self, at: int, size: int, text: str) -> None:
-        self._map[at : at + size] = text.encode(errors="replace")[: size - 1].ljust(size, b"\0")
+        cut = text.encode(errors="replace")[: size - 1].decode(errors="ignore").encode()
+        self._map[at : at + size] = cut.ljust(size, b"\0")
 
-    def update(self, **changes: float) -> None:
-        """Change fields of the reading; `step` and `phase` also set their times."""
-        at = time.monotonic_ns()
-        self._set(changes, at)
-        if "phase" in changes:
-            self.phase, self._phase_at = int(changes["phase"]), at
-        self._publish(at)
+    # -- the progress
 
     def enter(self, phase: int, changes: dict[str, float] | None = None) -> None:
         """Enter a phase, and record the duration of the one before once `warm`."""
         at = time.monotonic_ns()
-        if self.warm and phase != self.phase:
-            place = _TIMES_AT + _ROW_SIZE * self.phase + _COUNT.size * bucket((at - self._phase_at) * 1e-9)
-            _COUNT.pack_into(self._map, place, _COUNT.unpack_from(self._map, place)[0] + 1)
-        if changes:
-            self._set(changes, at)
+        if self.warm and phase != self.phase and self.is_owner():
+            self._record_duration(at - self._phase_at)
         self.phase, self._phase_at = phase, at
-        self._publish(at)
+        self._write(changes, at)
 
-    def touch(self) -> None:
-        """Record movement."""
-        self._publish(time.monotonic_ns())
+    def update(self, **changes: float) -> None:
+        """Change fields of the reading, and record movement."""
+        self._write(changes, time.monotonic_ns())
 
-    def _set(self, changes: dict[str, Any], at: int) -> None:
-        if "step" in changes:
-            self._step, self._step_at = changes["step"], at
-        self._generation = changes.get("generation", self._generation)
-        self._loss = changes.get("loss", self._loss)
-        self._step_seconds = changes.get("step_seconds", self._step_seconds)
-        self._total = changes.get("total_steps", self._total)
-        self._restored = changes.get("restored_step", self._restored)
-        self.saved_step = changes.get("saved_step", self.saved_step)
+    def _record_duration(self, taken: int) -> None:
+        """Count the duration of a phase, and add it to the rank's own work (data, forward, backward, optimizer)."""
+        self._counts[_TIMES + _ROW * self.phase + bucket(taken * 1e-9)] += 1
+        if DATA <= self.phase <= OPTIMIZER:
+            self._words[_WORK + 1 + self.phase - DATA] += taken
 
-    def _publish(self, at: int) -> None:
-        if _PID.unpack_from(self._map, _RECORD_AT)[0] != self._pid:
+    def _write(self, changes: dict[str, float] | None, at: int) -> None:
+        words, sequence = self._words, self._sequence
+        if self._counts[_PID] != self._pid:
             return
-        sequence = self._sequence
-        self._words[0] = sequence + 1
-        _BODY.pack_into(
-            self._map, 8, self._step, self.phase, self._generation, 0, 0, self._step_at, self._phase_at, at,
-            self._loss, 0.0, self.saved_step, self._total, self._restored, 0.0, self._step_seconds, 0, 0, 0,
-        )  # fmt: skip
-        self._words[0] = sequence + 2
-        self._sequence = sequence + 2
+        words[0] = sequence + 1
+        words[_PHASE], words[_PHASE_AT], words[_MOVED_AT] = self.phase | self._generation, self._phase_at, at
+        if changes:
+            for name, value in changes.items():
+                if name in _WHOLE:
+                    words[_WHOLE[name]] = int(value)
+                else:
+                    self._floats[_REAL[name]] = value
+            if "step" in changes:
+                words[_STEP_AT] = at
+                words[_WORK] = words[_STEP]
+        words[0] = self._sequence = sequence + 2
+
+    def read_step(self) -> int:
+        return self._words[_STEP]
+
+    def read_saved_step(self) -> int:
+        return self._words[_WHOLE["saved_step"]]
 
     def tick(self) -> None:
         """Record that Python's lock is available."""
-        if _PID.unpack_from(self._map, _RECORD_AT)[0] == self._pid:
+        if self.is_owner():
             self._words[_TICK] = time.monotonic_ns()
 
     def read_stop_request(self) -> tuple[int, float]:
         """Return the agent's request: its reason (0: none) and deadline on CLOCK_MONOTONIC (0: none)."""
         reason, _, deadline = _STOP.unpack_from(self._map, _STOP_AT)
         return reason, deadline
-
-    def close(self) -> None:
-        self._words.release()
-        self._map.close()

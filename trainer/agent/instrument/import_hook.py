@@ -6,14 +6,17 @@ It looks at the name of each import and does nothing else until a watched one co
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
-from typing import Any
+from typing import Any, TypeVar, cast
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _watched: dict[str, list[Callable[[Any], None]]] = {}
 
@@ -21,16 +24,21 @@ _watched: dict[str, list[Callable[[Any], None]]] = {}
 def install() -> None:
     """Watch for torch, whose import starts everything else."""
     sys.meta_path.insert(0, _Finder())
-    after_import("torch", lambda module: _load("torch_hooks").install(sys.modules[__name__]))
+    after_import("torch", lambda _: load("torch_hooks").install(sys.modules[__name__]))
 
 
 def after_import(name: str, act: Callable[[Any], None]) -> None:
     """Call `act` with the module once it has been imported, or now if it has been."""
     module = sys.modules.get(name)
     if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
-        _run(act, module)
+        guard(act)(module)
     else:
         _watched.setdefault(name, []).append(act)
+
+
+def load(name: str) -> Any:
+    """Return a module of this folder, loaded once per process as `orch_NAME`."""
+    return load_file(f"orch_{name}", os.path.join(FOLDER, f"{name}.py"))
 
 
 def load_file(name: str, path: str) -> Any:
@@ -42,30 +50,54 @@ def load_file(name: str, path: str) -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:  # outermost edge: a module that failed is not kept
+        del sys.modules[name]
+        raise
     return module
 
 
-def _load(name: str) -> Any:
-    return load_file(f"orch_{name}", os.path.join(FOLDER, f"{name}.py"))
+def guard(function: Function) -> Function:
+    """Return the function without its errors: an internal error disables the instrumentation and is reported."""
+
+    @functools.wraps(function)
+    def run_guarded(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:  # outermost edge: the program goes on
+            if is_from_signal_handler(error):
+                raise
+            report(f"{type(error).__name__}: {error}")
+            return None
+
+    return cast(Function, run_guarded)
 
 
-def _run(act: Callable[[Any], None], module: Any) -> None:
-    try:
-        act(module)
-    except Exception as error:  # noqa: BLE001  # outermost edge: the program's import must succeed
-        report(f"{type(error).__name__}: {error}")
+def is_from_signal_handler(error: BaseException) -> bool:
+    """Return whether the program's signal handler raised this error while our code ran."""
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    codes = {getattr(getattr(handler, "__func__", handler), "__code__", None) for handler in handlers} - {None}
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in codes:
+            return True
+        trace = trace.tb_next
+    return False
 
 
 def report(text: str) -> None:
-    """Report an internal error in the progress cell, or on stderr if that fails."""
+    """Report an internal error in the progress cell, or on stderr if that fails. Never raises."""
     with contextlib.suppress(Exception):  # outermost edge
-        rank = _load("program_rank").current()
+        rank = sys.modules["orch_program_rank"].known()
         if rank is not None:
             rank.report_error(text)
             return
     with contextlib.suppress(Exception):
-        sys.stderr.write(f"orch: {text}\n")
+        if sys.modules["multiprocessing.process"].parent_process() is not None:
+            return  # a worker of the program: its parent reports the same
+    with contextlib.suppress(Exception):
+        sys.stderr.write(f"orch: this program is not instrumented: {text}\n")
 
 
 class _Finder(MetaPathFinder):
@@ -74,26 +106,21 @@ class _Finder(MetaPathFinder):
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         if fullname not in _watched:
             return None
-        acts = _watched.pop(fullname)
         for finder in sys.meta_path:
             find = getattr(finder, "find_spec", None)
             spec = find(fullname, path, target) if find is not None and finder is not self else None
             if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader, acts)
+                if hasattr(spec.loader, "exec_module"):
+                    spec.loader = _Loader(spec.loader, fullname)
                 return spec
-        _watched[fullname] = acts  # the program catches the ImportError, and may try again with another path
         return None
 
 
 class _Loader(Loader):
     """Loader that calls functions after the real one has run the module."""
 
-    def __init__(self, loader: Any, acts: list[Callable[[Any], None]]) -> None:
-        self._loader, self._acts = loader, acts
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
+    def __init__(self, loader: Any, name: str) -> None:
+        self._loader, self._name = loader, name
 
     def create_module(self, spec: Any) -> Any:
         return self._loader.create_module(spec)
@@ -103,5 +130,6 @@ class _Loader(Loader):
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
         self._loader.exec_module(module)
-        for act in self._acts:
-            _run(act, module)
+        # After a failed import, the program may try again.
+        for act in _watched.pop(self._name, []):
+            guard(act)(module)

@@ -1,4 +1,4 @@
-"""This process as a rank of its program: the writer of its progress cell, and the reader of the agent's requests.
+"""This process as a rank of its program: it writes its progress cell, and reads the agent's requests from it.
 
 A process has one `ProgramRank`, in the module `orch_program_rank`; the start-up module, the adapters and the package
 `orch` share it. Forks, DataLoader workers and other children write nothing. Standard library, Python 3.9.
@@ -7,6 +7,7 @@ A process has one `ProgramRank`, in the module `orch_program_rank`; the start-up
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import os
 import sys
@@ -17,22 +18,26 @@ from typing import Any, TypeVar, cast
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _TICK_SECONDS = 0.5
+_DEEPEST = 8
+"""Maximum number of slow phases inside each other."""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def _cell_writer() -> Any:
-    import importlib.util
-
-    name = "orch_cell_writer"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, os.path.join(_FOLDER, "cell_writer.py"))
+def _load(name: str) -> Any:
+    """Return a module of this folder. The package `orch` loads this file without the start-up module."""
+    module = sys.modules.get(f"orch_{name}")
+    if module is None:
+        spec = importlib.util.spec_from_file_location(f"orch_{name}", os.path.join(_FOLDER, f"{name}.py"))
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        sys.modules[name] = module
-    return sys.modules[name]
+        module = sys.modules.setdefault(f"orch_{name}", module)
+    return module
+
+
+_layout, _hook = _load("cell_writer"), _load("import_hook")
 
 
 def _safely(method: Method) -> Method:
@@ -40,12 +45,12 @@ def _safely(method: Method) -> Method:
 
     @functools.wraps(method)
     def safe(self: ProgramRank, *args: Any, **kwargs: Any) -> Any:
-        if self.disabled or os.getpid() != self.pid:
+        if self.disabled:
             return None
         try:
             return method(self, *args, **kwargs)
-        except Exception as error:  # outermost edge: the program must not see it
-            if _is_foreign(error):  # a signal handler of the program has raised it
+        except Exception as error:  # outermost edge: the program goes on
+            if _hook.is_from_signal_handler(error):
                 raise
             self.report_error(f"{type(error).__name__}: {error}")
             return None
@@ -53,61 +58,57 @@ def _safely(method: Method) -> Method:
     return cast(Method, safe)
 
 
-def _is_foreign(error: BaseException) -> bool:
-    """Return whether an error was raised in a file outside this folder."""
-    trace = error.__traceback__
-    while trace is not None:
-        if not trace.tb_frame.f_code.co_filename.startswith((_FOLDER, "<frozen")):
-            return True
-        trace = trace.tb_next
-    return False
-
-
 class ProgramRank:
     """Progress of one rank. Calls cost microseconds and never raise an error of their own."""
 
-    def __init__(self, cell: Any, layout: Any) -> None:
-        """`cell` is the `CellWriter`, `layout` its module. Use `current` instead."""
-        self._cell, self._layout, self.pid = cell, layout, os.getpid()
+    def __init__(self, cell: Any, local_rank: int) -> None:
+        """`cell` is the `CellWriter`. Use `current` instead."""
+        self._cell, self.local_rank = cell, local_rank
         self.disabled, self._own_count = False, False
-        self.steps = self._first = 0
-        self._stepped_at = 0.0
-        self._before: list[int] = []  # phases to return to
-        self._ticker: threading.Thread | None = None
-        cell.claim(self.pid, _world_rank())
-        cell.update(phase=layout.PHASES["init"], generation=int(os.environ.get("ORCH_GENERATION", "0")))
+        self.steps = self._stepped_at = 0
+        self.thread = threading.get_ident()
+        """Thread that trains; others change no phase."""
+        self._slow: list[int] = []
+        self.count_collectives: Callable[[], int] = lambda: 0
+        cell.claim(os.getpid(), _world_rank(), _generation())
+
+    # -- calls of adapters and of the program
 
     @_safely
     def step(self, number: int | None = None, loss: float | None = None, total: int | None = None) -> None:
         """Report a finished step. A number sets the count from now on; without one, the step is the next one."""
-        self._own_count = self._own_count or number is not None
-        self._record(self.steps + 1 if number is None else int(number), loss, total)
-
-    @_safely
-    def optimizer_step(self, number: int) -> None:
-        """Report a step that an optimizer hook has counted. Programs that count their steps override it."""
-        if self._own_count or number <= self.steps:
-            self._cell.touch()
-        else:
-            self._record(number, None, None)
-
-    def _record(self, number: int, loss: float | None, total: int | None) -> None:
-        now = time.monotonic()
-        changes: dict[str, float] = {"step": number}
-        if not self._first:
-            self._first = number
-            changes["restored_step"] = max(0, number - 1)
-            self._cell.add_flags(self._layout.JOINED)
-            self._start_ticker()
-        else:
-            changes["step_seconds"] = now - self._stepped_at
-            self._cell.warm = True
+        changes: dict[str, float] = {}
+        if number is not None and not self._own_count:
+            self._own_count, changes["restored_step"] = True, max(0, int(number) - 1)
         if total:
             changes["total_steps"] = int(total)
         if loss is not None:
             changes["loss"] = float(loss)
-        self.steps, self._stepped_at = number, now
-        self._cell.enter(self._layout.PHASES["forward"], changes)
+        self._record(self.steps + 1 if number is None else int(number), changes)
+
+    def _record(self, number: int, changes: dict[str, float]) -> None:
+        if not self._cell.is_owner() and not self._regain():
+            return
+        now = time.monotonic_ns()
+        changes["step"], changes["collective"] = number, self.count_collectives()
+        if self._stepped_at:
+            changes["step_seconds"] = (now - self._stepped_at) * 1e-9
+            self._cell.warm = True
+        else:
+            changes.setdefault("restored_step", max(0, number - 1))
+            threading.Thread(target=self._tick, name="orch-progress", daemon=True).start()
+        self.steps, self._stepped_at, self.thread = number, now, threading.get_ident()
+        self._slow.clear()
+        self._cell.enter(_layout.FORWARD, changes)
+
+    def _regain(self) -> bool:
+        """Take the cell back from a child that claimed it before this process trained. Otherwise write nothing more."""
+        owner = self._cell.owner()
+        if not _is_alive(owner) or os.getpid() in _ancestors(owner):
+            self._cell.claim(os.getpid(), _world_rank(), _generation())
+            return True
+        self.disabled = True
+        return False
 
     @_safely
     def loss(self, value: float) -> None:
@@ -116,21 +117,23 @@ class ProgramRank:
 
     @_safely
     def enter(self, phase: str) -> None:
-        """Enter a phase (`cell_writer.PHASES`)."""
-        self._before = [*self._before[-8:], self._cell.phase]
-        self._cell.enter(self._layout.PHASES[phase])
+        """Enter a phase (`cell_writer.PHASES`). It lasts until `leave`, another `enter`, or the next step."""
+        self._slow = [*self._slow[1 - _DEEPEST :], _layout.PHASES[phase]]
+        self._cell.enter(self._slow[-1])
 
     @_safely
     def leave(self, phase: str) -> None:
         """Return to the phase before `phase`, unless the program has left it already."""
-        before = self._before.pop() if self._before else self._layout.PHASES["forward"]
-        if self._cell.phase == self._layout.PHASES[phase]:
-            self._cell.enter(before)
+        code = _layout.PHASES[phase]
+        if code in self._slow:
+            while self._slow.pop() != code:
+                pass
+            self._cell.enter(self._slow[-1] if self._slow else _layout.FORWARD)
 
     @_safely
     def saved(self, step: int, path: str) -> None:
         """Report a finished checkpoint."""
-        self._cell.update(saved_step=max(int(step), self._cell.saved_step))
+        self._cell.update(saved_step=max(int(step), self._cell.read_saved_step()))
         self._append_save(step, path, "")
 
     @_safely
@@ -142,10 +145,9 @@ class ProgramRank:
         place = os.environ.get("ORCH_SAVED")
         if not place:
             return
-        generation = int(os.environ.get("ORCH_GENERATION", "0"))
-        row = {"rank": _world_rank(), "generation": generation, "step": int(step), "path": os.path.abspath(path),
+        row = {"rank": _world_rank(), "generation": _generation(), "step": int(step), "path": os.path.abspath(path),
                "failed": failed, "time": time.time()}  # fmt: skip
-        descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             os.write(descriptor, (json.dumps(row) + "\n").encode(errors="backslashreplace"))
         finally:
@@ -153,7 +155,7 @@ class ProgramRank:
 
     def stop_request(self) -> tuple[int, float]:
         """Return the agent's request: a `StopReason` (0: none) and its deadline on CLOCK_MONOTONIC (0: none)."""
-        if self.disabled or os.getpid() != self.pid:
+        if self.disabled:
             return 0, 0.0
         found: tuple[int, float] = self._cell.read_stop_request()
         return found
@@ -161,30 +163,47 @@ class ProgramRank:
     @_safely
     def answer_requests(self) -> None:
         """Declare that this program reads stop requests, saves, and ends itself, so that it gets no SIGTERM."""
-        self._cell.add_flags(self._layout.ANSWERS)
+        self._cell.add_flags(_layout.ANSWERS)
 
     @_safely
     def found(self, framework: str) -> None:
         """Record a framework that the program uses."""
         self._cell.add_framework(framework)
 
-    @_safely
-    def act_as_rank(self, rank: int) -> None:
-        """Record the rank that the process group has given to this process."""
-        self._cell.claim(self.pid, rank)
-
     def report_error(self, text: str) -> None:
-        """Record an internal error, and report nothing from now on."""
+        """Record an internal error, and report nothing from now on. Never raises."""
         self.disabled = True
         try:
             self._cell.disable(text)
         except Exception:  # noqa: BLE001  # outermost edge: there is no other place to report it
             return
 
-    def _start_ticker(self) -> None:
-        """Tick while Python's lock is available. Not before the first step, when programs fork DataLoader workers."""
-        self._ticker = threading.Thread(target=self._tick, name="orch-progress", daemon=True)
-        self._ticker.start()
+    # -- calls of torch's hooks
+
+    @_safely
+    def optimizer_step(self, number: int) -> None:
+        """Report a step that an optimizer hook has counted. Programs that count their steps override it."""
+        if self._own_count or number <= self.steps:
+            self.move_to(_layout.OPTIMIZER)
+        else:
+            self._record(number, {})
+
+    def move_to(self, phase: int) -> None:
+        """Enter a phase of a step, or only record movement during a slow phase and on other threads."""
+        if self.disabled:
+            return
+        if self._slow or threading.get_ident() != self.thread:
+            self._cell.update()
+        elif phase != self._cell.phase:
+            self._cell.enter(phase)
+
+    @_safely
+    def set_rank(self, rank: int) -> None:
+        """Record the rank that the process group has given to this process."""
+        self._cell.set_rank(rank)
+
+    def phase(self) -> int:
+        return cast(int, self._cell.phase)
 
     def _tick(self) -> None:
         while not self.disabled:
@@ -193,62 +212,112 @@ class ProgramRank:
 
 
 _current: ProgramRank | None = None
-_opened_by = 0
+_asked = False
+_claimed: list[Callable[[ProgramRank], None]] = []
+
+
+def known() -> ProgramRank | None:
+    """Return this process's rank, or None while it has none."""
+    return _current
 
 
 def current() -> ProgramRank | None:
-    """Return this process's rank; None without an agent, or if another process is the rank."""
-    global _current, _opened_by
-    if _opened_by != os.getpid():
-        if _opened_by:  # a fork; it may still become a rank by joining a process group
-            return None
-        _opened_by = os.getpid()
-        _current = _open(_local_rank(), is_rank=False)
+    """Return this process's rank; None without an agent, or if another process is the rank.
+
+    A process that its launcher has given a LOCAL_RANK is a rank from now on, others once they join a process group or
+    step an optimizer.
+    """
+    global _asked
+    if not _asked:
+        _asked = True
+        if _named_rank() is not None:
+            _claim(_named_rank())
     return _current
 
 
 def join(rank: int) -> ProgramRank | None:
-    """Return this process's rank after it has joined a process group as `rank`, also in a child of the program."""
-    global _current, _opened_by
-    known = current()
-    if known is None or (rank >= 0 and not _is_named_by_launcher()):
-        _opened_by = os.getpid()
-        _current = known = _open(rank % max(1, len(_cells())) if rank >= 0 else _local_rank(), is_rank=True) or known
-    if known is not None:
-        known.act_as_rank(rank)
-    return known
+    """Return this process's rank now that it trains, as `rank` of its process group (-1: unknown).
+
+    A child takes the place of a parent that does not train itself.
+    """
+    global _asked
+    _asked = True
+    if _current is None:
+        named = _named_rank()
+        _claim(rank % max(1, len(_cells())) if named is None and rank >= 0 else named or 0)
+    if _current is not None and rank >= 0:
+        _current.set_rank(rank)
+    return _current
 
 
-def _open(local_rank: int, *, is_rank: bool) -> ProgramRank | None:
-    """Return the rank with this local number, unless another living process has its cell."""
+def when_claimed(act: Callable[[ProgramRank], None]) -> None:
+    """Call `act` with this process's rank, now or once it has one."""
+    _claimed.append(_hook.guard(act))
+    if _current is not None:
+        _claimed[-1](_current)
+
+
+def _claim(local_rank: int | None) -> None:
+    """Become the rank with this local number, unless another living process is that rank."""
+    global _current
     cells = _cells()
-    if not 0 <= local_rank < len(cells) or not cells[local_rank]:
-        return None
-    layout = _cell_writer()
-    cell = layout.CellWriter(cells[local_rank])
-    owner, owner_rank = cell.owner()
-    if owner and owner != os.getpid() and _is_alive(owner) and not (is_rank and not owner_rank):
-        cell.close()
-        return None
-    return ProgramRank(cell, layout)
+    if local_rank is None or local_rank >= len(cells) or not cells[local_rank]:
+        return
+    cell = _layout.CellWriter(cells[local_rank])
+    owner = cell.owner()
+    if owner and owner != os.getpid() and _is_alive(owner) and not _is_idle_parent(owner, cell):
+        return
+    _current = ProgramRank(cell, local_rank)
+    for act in _claimed:
+        act(_current)
+
+
+def _forget() -> None:
+    """Write nothing in a fork, unless it joins a process group or steps its own optimizer later."""
+    global _current
+    if _current is not None:
+        _current.disabled, _current = True, None
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def _is_idle_parent(owner: int, cell: Any) -> bool:
+    """Return whether a cell's owner has started this process and has not trained a step itself."""
+    return not cell.read_step() and owner in _ancestors(os.getpid())
+
+
+def _ancestors(pid: int) -> list[int]:
+    """Return a process and those that have started it, nearest first, as far as they are visible."""
+    found: list[int] = []
+    while pid > 1 and pid not in found:
+        found.append(pid)
+        try:
+            with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stream:
+                pid = int(stream.read().rpartition(")")[2].split()[1])
+        except OSError:
+            break
+    return found
 
 
 def _cells() -> list[str]:
     return os.environ.get("ORCH_CELLS", "").split(",")
 
 
-def _is_named_by_launcher() -> bool:
-    return "LOCAL_RANK" in os.environ
-
-
-def _local_rank() -> int:
-    number = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
-    return int(number) if number.isdigit() else 0
+def _named_rank() -> int | None:
+    """Return the local rank that a launcher has given to this process."""
+    number = os.environ.get("LOCAL_RANK", "")
+    return int(number) if number.isdigit() else None
 
 
 def _world_rank() -> int:
     number = os.environ.get("RANK", "")
     return int(number) if number.isdigit() else -1
+
+
+def _generation() -> int:
+    number = os.environ.get("ORCH_GENERATION", "")
+    return int(number) if number.isdigit() else 0
 
 
 def _is_alive(pid: int) -> bool:

@@ -1,102 +1,144 @@
-"""Hooks in torch that report a program's steps, phases, process groups, stacks and collectives.
+"""Hooks in torch that report a program's steps and phases, and the adapters of its frameworks.
 
-Installed after the program has imported torch. Standard library, Python 3.9.
+Installed after the program has imported torch. `torch.compile` traces hooks, so they do nothing there.
+Standard library, Python 3.9.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import functools
-import json
 import os
+import resource
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 hook: Any = None
 program: Any = None
-"""The modules `import_hook` and `program_rank`, which `install` sets, because they are loaded by path."""
+layout: Any = None
+groups: Any = None
+"""The modules `import_hook`, `program_rank`, `cell_writer` and `process_groups`, which are loaded by path."""
 
 STACKS = signal.SIGRTMIN + 6
 """The agents' signal for a dump of all threads' stacks (trainer/protocol/messages/ranks.py)."""
+_HIGH = 700
+"""Lowest descriptor for the stacks. Programs that close all descriptors get low numbers again for their own files."""
 
 
 def install(import_hook: Any) -> None:
-    """Claim this rank's cell, and hook torch and the frameworks of the adapters."""
-    global hook, program
+    """Become a rank if the launcher says so, and hook torch and the frameworks of the adapters."""
+    global hook, program, layout, groups
     hook = import_hook
-    program = hook.load_file("orch_program_rank", os.path.join(hook.FOLDER, "program_rank.py"))
-    rank = program.current()
-    if rank is None and not os.environ.get("ORCH_CELLS"):
-        return
-    if rank is not None:
-        rank.found("torch")
-        _dump_stacks_on_signal()
+    program, layout, groups = (hook.load(name) for name in ("program_rank", "cell_writer", "process_groups"))
+    program.when_claimed(_begin)
+    program.current()
     hook.after_import("torch.optim.optimizer", _count_steps)
     hook.after_import("torch.utils.data.dataloader", _report_data)
     hook.after_import("torch.autograd", _report_backward)
-    hook.after_import("torch.distributed.distributed_c10d", _report_groups)
+    hook.after_import("torch.nn.modules.module", _report_evaluation)
+    hook.after_import("torch._dynamo.callback", _report_compilations)
+    hook.after_import("torch.distributed.distributed_c10d", functools.partial(groups.install, hook, program))
     _install_adapters()
 
 
-def _install_adapters() -> None:
-    path = os.path.join(os.path.dirname(hook.FOLDER), "adapters", "registry.py")
-    if not os.path.exists(path):
-        return
-    registry = hook.load_file("orch_adapter_registry", path)
-
-    def install_one(name: str, module: Any) -> None:
-        rank = program.current()
-        if rank is not None:
-            rank.found(name)
-            registry.install(name, module, rank)
-
-    for row in registry.ROWS:
-        for module in row.modules:
-            hook.after_import(module, functools.partial(install_one, row.name))
-
-
-def _dump_stacks_on_signal() -> None:
-    """Write all threads' stacks into the agent's file when the agent asks for them."""
+def _begin(rank: Any) -> None:
+    rank.found("torch")
     files = os.environ.get("ORCH_STACKS", "").split(",")
-    place = program._local_rank()
-    if place < len(files) and files[place]:
+    if rank.local_rank < len(files) and files[rank.local_rank]:
         with contextlib.suppress(OSError, ValueError, RuntimeError):  # evidence only: the agent has other stacks
-            descriptor = os.open(files[place], os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-            faulthandler.register(STACKS, file=descriptor, all_threads=True, chain=False)
+            _dump_stacks_on_signal(files[rank.local_rank])
+
+
+def _dump_stacks_on_signal(path: str) -> None:
+    """Write all threads' stacks into the agent's file when the agent asks for them."""
+    low = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+    try:
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        lowest = _HIGH if most == resource.RLIM_INFINITY else min(_HIGH, most - 8)
+        descriptor = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, max(3, lowest))
+    finally:
+        os.close(low)
+    faulthandler.register(STACKS, file=descriptor, all_threads=True, chain=False)
+
+
+def _install_adapters() -> None:
+    registry = hook.load_file(
+        "orch_adapter_registry", os.path.join(os.path.dirname(hook.FOLDER), "adapters", "registry.py")
+    )
+    for row in registry.ROWS:
+        for name in row.modules:
+            hook.after_import(name, functools.partial(_install_adapter, registry, row.name))
+
+
+def _install_adapter(registry: Any, name: str, module: Any) -> None:
+    def install_adapter(rank: Any) -> None:
+        rank.found(name)
+        registry.install(name, module, rank)
+
+    program.when_claimed(install_adapter)
+
+
+def _observe(original: Callable[..., Any], before: Callable[[Any], None], after: Callable[[Any], None]) -> Any:
+    """Return the function between two observers of the rank."""
+    is_compiling, know = _is_compiling(), program.known
+    before, after = hook.guard(before), hook.guard(after)
+
+    @functools.wraps(original)
+    def call_between(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return original(*args, **kwargs)
+        rank = know()
+        if rank is None:
+            return original(*args, **kwargs)
+        before(rank)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            after(rank)
+
+    return call_between
+
+
+def _is_compiling() -> Callable[[], bool]:
+    compiler = getattr(sys.modules["torch"], "compiler", None)
+    return getattr(compiler, "is_compiling", None) or (lambda: False)
+
+
+# -- steps
 
 
 class StepCounter:
     """Steps of a program, from the steps of its optimizers.
 
-    A GAN, alternating policies and optimizers for single parameters step several optimizers per step of the program,
-    and the one that steps most often counts.
+    A GAN, alternating policies, parameter groups and optimizers for single parameters step several optimizers per step
+    of the program. The one that steps most often counts.
     """
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
-        self._most = self._refused = 0
+        self._most = 0
 
-    def before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        rank = program.current()
+    def before(self) -> None:
+        rank = program.known()
         if rank is not None:
-            rank.enter("optimizer")
+            rank.move_to(layout.OPTIMIZER)
 
-    def after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        rank = program.current()
-        if rank is None and self._refused != os.getpid():
-            rank = program.join(-1)
-        if rank is None:
-            self._refused = os.getpid()
-            return
+    def after(self, optimizer: Any) -> None:
         key = id(optimizer)
         count = self._counts.get(key)
         count = _finished_steps(optimizer) if count is None else count + 1
         self._counts[key] = count
-        self._most = max(self._most, count)
-        rank.optimizer_step(self._most)
+        if count <= self._most:
+            return
+        self._most = count
+        rank = program.known() or program.join(-1)
+        if rank is not None:
+            groups.refresh()
+            rank.optimizer_step(count)
 
 
 def _finished_steps(optimizer: Any) -> int:
@@ -111,132 +153,82 @@ def _finished_steps(optimizer: Any) -> int:
 
 
 def _count_steps(module: Any) -> None:
-    counter = StepCounter()
-    module.register_optimizer_step_pre_hook(counter.before)
-    module.register_optimizer_step_post_hook(counter.after)
+    counter, is_compiling = StepCounter(), _is_compiling()
+    before, after = hook.guard(counter.before), hook.guard(counter.after)
+
+    def begin_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not is_compiling():
+            before()
+
+    def end_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not is_compiling():
+            after(optimizer)
+
+    module.register_optimizer_step_pre_hook(begin_step)
+    module.register_optimizer_step_post_hook(end_step)
+
+
+# -- phases
 
 
 def _report_data(module: Any) -> None:
-    """Report the time that the program waits for the next batch as the phase data."""
+    """Report the time that the program waits for the next batch."""
     iterator = module._BaseDataLoaderIter
-    following = iterator.__next__
-
-    @functools.wraps(following)
-    def take_batch(self: Any) -> Any:
-        rank = program.current()
-        if rank is None:
-            return following(self)
-        rank.enter("data")
-        try:
-            return following(self)
-        finally:
-            rank.leave("data")
-
-    iterator.__next__ = take_batch
+    iterator.__next__ = _observe(
+        iterator.__next__, lambda rank: rank.move_to(layout.DATA), lambda rank: rank.move_to(layout.FORWARD)
+    )
 
 
 def _report_backward(module: Any) -> None:
-    backward = module.backward
+    def begin(rank: Any) -> None:
+        rank.leave("eval")
+        rank.move_to(layout.BACKWARD)
 
-    @functools.wraps(backward)
-    def run_backward(*args: Any, **kwargs: Any) -> Any:
-        rank = program.current()
-        if rank is None:
-            return backward(*args, **kwargs)
-        rank.enter("backward")
-        try:
-            return backward(*args, **kwargs)
-        finally:
-            rank.leave("backward")
-
-    module.backward = run_backward
+    module.backward = _observe(module.backward, begin, lambda rank: rank.move_to(layout.FORWARD))
 
 
-def _report_groups(module: Any) -> None:
-    """Report the rank of the process group, serve its flight records, and list its groups."""
-    init, new_group = module.init_process_group, module.new_group
+def _report_evaluation(module: Any) -> None:
+    """Report an evaluation from `model.eval()` on, until `model.train()`, a backward pass or a step.
 
-    @functools.wraps(init)
-    def init_and_join(*args: Any, **kwargs: Any) -> Any:
-        found = init(*args, **kwargs)
-        hook._run(lambda _: _join(module), module)
-        return found
+    Only models with parameters to train count, and only after the first step: programs freeze parts in this way.
+    """
+    train = module.Module.train
+    is_compiling, know = _is_compiling(), program.known
 
-    @functools.wraps(new_group)
-    def make_group(*args: Any, **kwargs: Any) -> Any:
-        found = new_group(*args, **kwargs)
-        hook._run(lambda _: _write_groups(module), module)
-        return found
+    def note(rank: Any, model: Any, mode: bool) -> None:
+        if mode:
+            rank.leave("eval")
+        elif rank.phase() != layout.EVAL and any(one.requires_grad for one in model.parameters()):
+            rank.enter("eval")
 
-    for name, wrapped in (("init_process_group", init_and_join), ("new_group", make_group)):
-        original: Callable[..., Any] = getattr(module, name)
-        for holder in (module, sys.modules.get("torch.distributed")):
-            if holder is not None and getattr(holder, name, original) is original:
-                setattr(holder, name, wrapped)
+    report = hook.guard(note)
 
+    @functools.wraps(train)
+    def switch(self: Any, mode: bool = True) -> Any:
+        if is_compiling():
+            return train(self, mode)
+        rank = know()
+        was_training = self.training
+        result = train(self, mode)
+        if rank is not None and rank.steps and was_training != mode:
+            report(rank, self, mode)
+        return result
 
-_servers: list[Any] = []
-
-
-def _join(module: Any) -> None:
-    rank = program.join(module.get_rank())
-    if rank is None:
-        return
-    rank.found("torch.distributed")
-    path = _flight_path()
-    if path and not _servers:
-        _servers.append(_serve_flights(path))
-    _write_groups(module)
+    module.Module.train = switch
 
 
-def _flight_path() -> str:
-    paths, place = os.environ.get("ORCH_FLIGHTS", "").split(","), program._local_rank()
-    return paths[place] if place < len(paths) else ""
+def _report_compilations(module: Any) -> None:
+    """Report compilations. Any step may compile a new shape, in its forward or its backward pass."""
 
+    def begin(_: Any) -> None:
+        rank = program.known()
+        if rank is not None:
+            rank.enter("compile")
 
-def _serve_flights(path: str) -> Any:
-    """Start torch's server, which answers the agent even while Python's lock is held."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
-    with _stderr_silenced():
-        return sys.modules["torch._C._distributed_c10d"]._WorkerServer(path, -1)
+    def end(_: Any) -> None:
+        rank = program.known()
+        if rank is not None:
+            rank.leave("compile")
 
-
-@contextlib.contextmanager
-def _stderr_silenced() -> Iterator[None]:
-    """Suppress the C++ message about the start of the server."""
-    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nothing, 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nothing)
-
-
-def _write_groups(module: Any) -> None:
-    """Write the ranks of each process group, which gloo's flight records lack."""
-    path = _flight_path()
-    if not path or program.current() is None:
-        return
-    groups = {
-        name: {"name": name, "desc": group.group_desc, "runs": _runs(module.get_process_group_ranks(group))}
-        for group, name in module._world.pg_names.items()
-    }
-    temporary = f"{path}.groups.{os.getpid()}"
-    with open(temporary, "w", encoding="utf-8") as stream:
-        json.dump(groups, stream)
-    os.replace(temporary, f"{path}.groups")
-
-
-def _runs(ranks: list[int]) -> list[list[int]]:
-    """Return ascending ranks as runs [first, last, step], as the agent decodes them."""
-    found: list[list[int]] = []
-    for rank in sorted(ranks):
-        if found and (found[-1][0] == found[-1][1] or rank - found[-1][1] == found[-1][2]):
-            found[-1][2] = rank - found[-1][1]
-            found[-1][1] = rank
-        else:
-            found.append([rank, rank, 1])
-    return found
+    module.callback_handler.register_start_callback(hook.guard(begin))
+    module.callback_handler.register_end_callback(hook.guard(end))

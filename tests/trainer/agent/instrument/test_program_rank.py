@@ -1,28 +1,20 @@
-"""The start-up module in real programs: steps, phases, process groups, children, and other start-up modules."""
+"""The start-up module in real programs: steps, phases, process groups and ranks."""
 
 import json
 import os
-import sys
-import textwrap
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.trainer.agent.instrument import ddp_program
-from tests.trainer.agent.instrument.instrumented import STARTUP, Instrumented, instrumented
-from trainer.agent.instrument import cell_writer
-from trainer.protocol.rank_progress.progress import Phase, ProgressCell
+from tests.trainer.agent.instrument.instrumented import STEP, ForkServer, Instrumented, instrumented
+from trainer.protocol.messages.ranks import STACKS
+from trainer.protocol.rank_progress.progress import Phase
 
 STEPS = ddp_program.EPOCHS * ddp_program.SAMPLES // (2 * ddp_program.BATCH)
-STEP = """
-import torch
-weight = torch.zeros(1, requires_grad=True)
-optimizer = torch.optim.SGD([weight], lr=0.1)
-def step():
-    weight.sum().backward()
-    optimizer.step()
-"""
+_PHASES = "from orch_program_rank import current\nphase = lambda: current().phase()\n"
 
 
 @pytest.fixture
@@ -31,89 +23,26 @@ def program(tmp_path: Path) -> Iterator[Instrumented]:
         yield made
 
 
-def run_text(program: Instrumented, text: str, *options: str, ranks: int = 1, **variables: str) -> str:
-    """Run a program of this text, and return the output of rank 0."""
-    done = program.run(*options, "-c", textwrap.dedent(text), ranks=ranks, **variables)
-    assert [one.returncode for one in done] == [0] * ranks, done[0].stderr
-    return done[0].stdout
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    made = ForkServer()
+    yield made
+    made.close()
 
 
-def read_step(program: Instrumented, rank: int = 0) -> int:
-    reading = program.cells[rank].read()
-    assert reading is not None
-    return reading.step
-
-
-@pytest.mark.parametrize("workers", ["0", "2"])
-def test_an_unchanged_data_parallel_script_reports_its_steps_and_phases(program: Instrumented, workers: str) -> None:
-    done = program.run("-W", "ignore", str(ddp_program.__file__), WORKERS=workers)
+def test_an_unchanged_data_parallel_script_reports_its_steps_and_phases(program: Instrumented) -> None:
+    done = program.run("-W", "ignore", str(ddp_program.__file__), WORKERS="2")
     assert [(one.returncode, one.stdout) for one in done] == [(0, "trained\n")] * 2, done[0].stderr
     for rank, cell in enumerate(program.cells):
-        reading = cell.read()
-        assert reading is not None
-        assert (reading.step, reading.generation, program.error(rank)) == (STEPS, 3, "")
+        reading, record = program.reading(rank), program.record(rank)
+        assert (reading.step, reading.generation, record.error) == (STEPS, 3, "")
+        assert (record.rank, record.frameworks) == (rank, ("torch", "plain", "torch.distributed"))
         assert {Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER} <= set(cell.times())
-        assert program.frameworks(rank).startswith("torch,")
+        assert reading.collective >= STEPS
         assert cell.last_tick_ns() > 0
-
-
-def test_groups_are_listed_for_flight_records(program: Instrumented, tmp_path: Path) -> None:
-    done = program.run("-W", "ignore", str(ddp_program.__file__))
-    assert [one.returncode for one in done] == [0, 0], done[0].stderr
-    groups = json.loads((tmp_path / "flight-1.groups").read_text())
+        assert cell.work().steps == STEPS
+    groups = json.loads((program.folder / "flight-1.groups").read_text())
     assert [0, 1, 1] in [runs for group in groups.values() for runs in group["runs"]]
-
-
-def test_a_program_that_alternates_optimizers_counts_those_that_step_most_often(program: Instrumented) -> None:
-    text = (
-        STEP
-        + """
-other = torch.optim.SGD([weight], lr=0.1)
-for number in range(12):
-    step()
-    if number % 3 == 0:
-        other.step()
-"""
-    )
-    run_text(program, text)
-    assert read_step(program) == 12
-
-
-def test_a_restored_optimizer_continues_its_count(program: Instrumented) -> None:
-    text = """
-import torch
-weight = torch.zeros(1, requires_grad=True)
-first, second = (torch.optim.Adam([weight], lr=0.1) for _ in range(2))
-weight.sum().backward()
-first.step()
-state = first.state_dict()
-state["state"][0]["step"] = torch.tensor(70.0)
-second.load_state_dict(state)
-second.step()
-"""
-    run_text(program, text)
-    assert read_step(program) == 71
-
-
-def test_forks_and_other_interpreters_of_a_program_report_nothing(program: Instrumented) -> None:
-    text = (
-        STEP
-        + """
-import os, subprocess, sys
-step()
-child = os.fork()
-if not child:
-    for _ in range(5):
-        step()
-    os._exit(0)
-os.waitpid(child, 0)
-assert subprocess.run([sys.executable, "-c", sys.argv[1]]).returncode == 0
-"""
-    )
-    child = STEP + "import sys\nsys.argv\nfor _ in range(9):\n    step()\n"
-    done = program.run("-c", textwrap.dedent(text), child, ranks=1)
-    assert done[0].returncode == 0, done[0].stderr
-    assert read_step(program) == 1
 
 
 def test_ranks_that_a_program_spawns_claim_their_own_cells(program: Instrumented, tmp_path: Path) -> None:
@@ -132,96 +61,194 @@ if __name__ == "__main__":
     torch.multiprocessing.spawn(train, nprocs=2)
 """
     )
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        program.environment.pop(name, None)
-    done = program.run("-W", "ignore", str(script), ranks=1, LOCAL_RANK="", RANK="", WORLD_SIZE="")
-    assert done[0].returncode == 0, done[0].stderr
-    assert [read_step(program, rank) for rank in range(2)] == [4, 5]
+    (done,) = program.run("-W", "ignore", str(script), ranks=1, LOCAL_RANK="", RANK="", WORLD_SIZE="")
+    assert done.returncode == 0, done.stderr
+    assert [(program.reading(rank).step, program.record(rank).rank) for rank in range(2)] == [(4, 0), (5, 1)]
 
 
-def test_the_programs_own_start_up_module_runs_and_its_errors_are_as_without_orch(
-    program: Instrumented, tmp_path: Path
-) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.STARTED = __file__\n1 / 0\n")
-    path = os.pathsep.join([str(STARTUP), str(tmp_path)])
-    (done,) = program.run("-c", f"{STEP}\nstep()\nprint(STARTED)", ranks=1, PYTHONPATH=path)
-    assert done.stdout.strip() == str(tmp_path / "sitecustomize.py")
-    assert "ZeroDivisionError" in done.stderr
-    assert read_step(program) == 1
-
-
-def test_a_program_without_torch_starts_nothing(program: Instrumented) -> None:
-    shown = run_text(program, "import sys\nprint([name for name in sys.modules if name.startswith('orch')])")
-    assert shown.strip() == "['orch_import_hook']"
-    assert program.cells[0].read() is None or read_step(program) == 0
-
-
-def test_an_internal_error_disables_the_module_and_is_reported(program: Instrumented) -> None:
+def test_the_optimizer_that_steps_most_often_counts(program: Instrumented, server: ForkServer) -> None:
     text = (
         STEP
         + """
-import sys
-step()
-sys.modules["orch_program_rank"].current()._cell.enter = None
-step()
-step()
-print("trained")
-"""
-    )
-    assert run_text(program, text) == "trained\n"
-    assert program.error(0).startswith("TypeError: ")
-
-
-def test_an_error_that_a_signal_handler_raises_reaches_the_program(program: Instrumented) -> None:
-    text = (
-        STEP
-        + """
-import signal, sys
-def interrupt(*_):
-    raise TimeoutError("the program's own")
-signal.signal(signal.SIGUSR1, interrupt)
-step()
-rank = sys.modules["orch_program_rank"].current()
-enter = rank._cell.enter
-rank._cell.enter = lambda *words: (signal.raise_signal(signal.SIGUSR1), enter(*words))
-try:
+other = torch.optim.SGD([weight], lr=0.1)
+for number in range(12):
     step()
-except TimeoutError:
-    print("raised")
+    if number % 3 == 0:
+        step(other)
 """
     )
-    assert run_text(program, text) == "raised\n"
-    assert program.error(0) == ""
+    program.run_text(server, text)
+    assert program.reading().step == 12
 
 
-@pytest.mark.parametrize("options", [("-S",), ("-I",), ("-E",)], ids=str)
-def test_an_interpreter_that_ignores_start_up_modules_runs_as_without_orch(
-    program: Instrumented, options: tuple[str, ...]
-) -> None:
-    places = [entry for entry in sys.path if "site-packages" in entry]
-    text = f"import sys\nsys.path += {places!r}\n{STEP}\nstep()\nprint('trained')"
-    assert run_text(program, text, *options) == "trained\n"
-    assert program.frameworks(0) == ""
+def test_a_restored_optimizer_continues_its_count(program: Instrumented, server: ForkServer) -> None:
+    text = """
+import torch
+weight = torch.zeros(1, requires_grad=True)
+first, second = (torch.optim.Adam([weight], lr=0.1) for _ in range(2))
+weight.sum().backward()
+first.step()
+state = first.state_dict()
+state["state"][0]["step"] = torch.tensor(70.0)
+second.load_state_dict(state)
+second.step()
+second.step()
+"""
+    program.run_text(server, text)
+    assert program.reading().step == 72
 
 
-def test_writer_and_reader_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = ProgressCell.create(), ProgressCell.create()
-    writer = cell_writer.CellWriter(f"/proc/self/fd/{ours.descriptor}")
-    for name, cell in (("ours", writer), ("theirs", theirs)):
-        ticks = iter(range(5_000_000_000, 9_000_000_000, 70_000_000))
-        monkeypatch.setattr("time.monotonic_ns", lambda ticks=ticks: next(ticks))
-        if name == "ours":
-            writer.claim(os.getpid(), 0)
-        cell.update(generation=3, phase=cell_writer.PHASES["init"])
-        cell.update(step=7, restored_step=6, loss=1.5, saved_step=4, total_steps=90, step_seconds=0.25)
-        if name == "ours":
-            writer.warm = True
-        else:
-            theirs.start_timing()
-        for phase in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.CHECKPOINT, Phase.EVAL):
-            cell.enter(phase)
-        cell.tick()
-    assert ours._map[:3072] == theirs._map[:3072]
-    ours.ask_stop(3, 12.5)  # type: ignore[arg-type]
-    assert writer.read_stop_request() == (3, 12.5)
-    assert [cell_writer.PHASES[phase.name.lower()] for phase in Phase] == list(Phase)
+def test_a_program_that_counts_its_steps_overrides_the_optimizers(program: Instrumented, server: ForkServer) -> None:
+    text = (
+        STEP
+        + """
+from orch_program_rank import current
+for number in range(500, 505):
+    step(), step()
+    current().step(number=number, loss=0.5, total=900)
+"""
+    )
+    program.run_text(server, text)
+    found = program.reading()
+    assert (found.step, found.restored_step, found.loss, found.total_steps) == (504, 499, 0.5, 900)
+
+
+def test_phases_of_a_program(program: Instrumented, server: ForkServer) -> None:
+    text = (
+        STEP
+        + _PHASES
+        + """
+model = torch.nn.Linear(1, 1)
+frozen = torch.nn.Linear(1, 1).requires_grad_(False)
+model.eval(), model.train()
+seen = [phase()]
+step()
+class Data(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        seen.append(phase())
+        yield 1
+batches = list(torch.utils.data.DataLoader(Data()))
+seen.append(phase())
+frozen.eval()
+seen.append(phase())
+weight.register_hook(lambda gradient: seen.append(phase()))
+model.eval()
+seen.append(phase())
+batches = list(torch.utils.data.DataLoader(Data()))
+model.train()
+seen.append(phase())
+step()
+model.eval()
+seen.append(phase())
+step()
+seen.append(phase())
+print(seen)
+"""
+    )
+    shown = program.run_text(server, text)
+    names = [Phase(number).name.lower() for number in json.loads(shown)]
+    before = ["init", "data", "forward", "forward", "eval", "eval", "forward"]
+    assert names == [*before, "backward", "eval", "backward", "forward"]
+
+
+def test_compilations_are_a_phase(program: Instrumented, server: ForkServer) -> None:
+    text = (
+        STEP
+        + _PHASES
+        + """
+def backend(graph, inputs):
+    print(phase())
+    return graph.forward
+step()
+torch.compile(lambda x: x + 1, backend=backend)(weight)
+print(phase())
+"""
+    )
+    assert program.run_text(server, text).split() == [str(int(Phase.COMPILE)), str(int(Phase.FORWARD))]
+
+
+def test_a_compiled_optimizer_compiles_as_without_orch(program: Instrumented, server: ForkServer) -> None:
+    text = (
+        STEP
+        + """
+graphs = []
+step_optimizer = torch.compile(lambda: optimizer.step(), backend=lambda graph, inputs: graphs.append(1) or graph)
+for _ in range(3):
+    weight.sum().backward()
+    step_optimizer()
+print(len(graphs), weight.item())
+"""
+    )
+    shown = [program.run_text(server, text, ORCH_INSTRUMENT=mode) for mode in ("auto", "off")]
+    assert shown[0] == shown[1]
+    assert program.record().error == ""
+
+
+def test_a_fork_reports_nothing(program: Instrumented, server: ForkServer) -> None:
+    text = (
+        STEP
+        + """
+import os
+step()
+child = os.fork()
+if not child:
+    for _ in range(5):
+        step()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    )
+    program.run_text(server, text)
+    assert program.reading().step == 1
+
+
+def test_a_rank_that_trains_takes_its_cell_back_from_a_child(program: Instrumented, server: ForkServer) -> None:
+    text = (
+        STEP
+        + """
+import os
+if not os.fork():
+    step()
+    os._exit(0)
+os.wait()
+for _ in range(3):
+    step()
+"""
+    )
+    program.run_text(server, text)
+    assert program.reading().step == 3
+
+
+def test_stacks_are_dumped_on_the_agents_signal(program: Instrumented, server: ForkServer) -> None:
+    text = (
+        STEP
+        + """
+import os, signal, time
+def wait_in_a_loop():
+    os.kill(os.getpid(), signal.SIGRTMIN + 6)
+wait_in_a_loop()
+"""
+    )
+    assert signal.SIGRTMIN + 6 == STACKS
+    program.run_text(server, text)
+    assert b"in wait_in_a_loop" in os.pread(program.stacks[0], 10_000, 0)
+
+
+def test_a_save_is_listed(program: Instrumented, server: ForkServer) -> None:
+    text = (
+        STEP
+        + """
+from orch_program_rank import current
+step()
+current().saved(7, "out/step-7.pt")
+current().save_failed(8, "/out/step-8.pt", "disk full")
+print(current().stop_request())
+"""
+    )
+    assert program.run_text(server, text) == "(0, 0.0)\n"
+    assert program.reading().saved_step == 7
+    rows = [json.loads(line) for line in (program.folder / "saves.jsonl").read_text().splitlines()]
+    assert [(row["rank"], row["generation"], row["step"], row["failed"]) for row in rows] == [
+        (0, 3, 7, ""), (0, 3, 8, "disk full"),
+    ]  # fmt: skip
+    assert rows[0]["path"] == os.path.join(os.getcwd(), "out/step-7.pt")

@@ -25,7 +25,9 @@ def _start() -> None:
         spec.loader.exec_module(module)
         module.install()
     except Exception as error:  # noqa: BLE001  # outermost edge: the program starts without instrumentation
-        sys.stderr.write(f"orch: this program is not instrumented: {type(error).__name__}: {error}\n")
+        sys.modules.pop("orch_import_hook", None)
+        if sys.stderr is not None:
+            sys.stderr.write(f"orch: this program is not instrumented: {type(error).__name__}: {error}\n")
 
 
 def _run_next() -> None:

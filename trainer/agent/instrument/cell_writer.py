@@ -89,10 +89,15 @@ class CellWriter:
         if self.is_owner():
             self._counts[_FLAGS] = self._flags
 
+    @property
+    def frameworks(self) -> str:
+        """Return the names of the frameworks found, separated by commas."""
+        return ",".join(self._frameworks)
+
     def add_framework(self, name: str) -> None:
         if name not in self._frameworks and self.is_owner():
             self._frameworks.append(name)
-            self._write_text(_NAMES_AT, _NAMES_SIZE, ",".join(self._frameworks))
+            self._write_text(_NAMES_AT, _NAMES_SIZE, self.frameworks)
 
     def disable(self, text: str) -> None:
         """Record an error after which this writer writes nothing more."""

@@ -146,7 +146,7 @@ class ProgramRank:
         if not place:
             return
         row = {"rank": _world_rank(), "generation": _generation(), "step": int(step), "path": os.path.abspath(path),
-               "failed": failed, "time": time.time()}  # fmt: skip
+               "failed": failed, "frameworks": self._cell.frameworks, "time": time.time()}  # fmt: skip
         descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             os.write(descriptor, (json.dumps(row) + "\n").encode(errors="backslashreplace"))

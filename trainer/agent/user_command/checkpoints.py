@@ -222,6 +222,7 @@ class CommandCheckpoint:
     cut: bool = False  # it has more files than listed
     damage: str = ""
     lacking: bool = False  # `damage` is just a missing file, which is weak evidence
+    proven: bool = False  # its framework's own rules show the damage
 
     @property
     def bytes(self) -> int:

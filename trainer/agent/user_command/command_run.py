@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -16,6 +17,7 @@ from trainer.agent.attempt_state.attempt_state import GenerationState
 from trainer.agent.attempt_state.published_files import AttemptProgress
 from trainer.agent.fork_server.launch_order import working_directory
 from trainer.agent.ladder.command_failures import START_SECONDS, CommandPast, NewestCheckpoint, same_without
+from trainer.agent.processes.background_tasks import RepeatedRead
 from trainer.agent.user_command.checkpoints import (
     CommandCheckpoint,
     Stamps,
@@ -23,7 +25,8 @@ from trainer.agent.user_command.checkpoints import (
     record_earlier,
     scan_identities,
 )
-from trainer.agent.user_command.progress import WAIT_SECONDS, CommandProgress, StepWatch, run_bounded
+from trainer.agent.user_command.program_saves import ProgramSave, choose_adapter, locate, read_saves
+from trainer.agent.user_command.progress import LOOK_SECONDS, WAIT_SECONDS, CommandProgress, StepWatch, run_bounded
 from trainer.agent.user_command.sealing import CheckpointSeals, Reading, Verdict, Verification, Wait
 from trainer.agent.user_command.set_aside import (
     Pointer,
@@ -55,7 +58,7 @@ class SetAsideCheckpoint:
     path: str
     bytes: int
     damage: str = ""
-    proven: bool = False  # it does not match its seal, or is torn while a sealed one is older
+    proven: bool = False  # by its seal or the framework's rules
     pointers: tuple[Pointer, ...] = ()  # files that named it as the newest
     siblings: tuple[str, ...] = ()  # names of other entries in its folder that belong to it
 
@@ -91,7 +94,7 @@ def _read(path: Path) -> CommandMemory | None:
     """Return the stored state, omitting set-aside checkpoints that are back in place, or None if there is no file."""
     try:
         memory = build(CommandMemory, read_json(path))
-        return replace(memory, aside=[one for one in memory.aside if not _is_back(one)], earlier=memory.earlier or {})
+        return replace(memory, aside=[one for one in memory.aside if not _is_back(one)], earlier=memory.earlier)
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError, AttributeError):
@@ -122,6 +125,8 @@ class CommandRun:
         """Path of the newest complete checkpoint, from which the next generation should resume."""
         self.unusable = ""
         """Why the program must not start: its newest checkpoint is damaged and cannot be replaced."""
+        self._saves = RepeatedRead(lambda: read_saves([attempt]), attempt.outcomes)
+        self._began = time.time_ns()
         self._memory = CommandMemory()
         self._newest_memory, self._writing = b"", Lock()
         self._recalled = self._progress_kept = False
@@ -130,7 +135,7 @@ class CommandRun:
         self._disk: str | None = None  # why nothing can be written; None: not checked yet in this generation
 
     def _folder(self) -> Path:
-        return working_directory(self._run, self._config) / self._config.checkpoints.path
+        return working_directory(self._run, self._config) / self._checkpoints.config.path
 
     def past(self) -> CommandPast | None:
         """Return the input of `in_job_policy.Situation`, or None for orch's own workloads."""
@@ -158,11 +163,13 @@ class CommandRun:
             return
         self._progress_kept, self._disk = False, None
         if not self._recalled:
+            # Known before it is recalled which checkpoints existed before the run.
+            self._learn(await run_bounded(partial(read_saves, self._run.all_attempts())) or [])
             self._trained = self._trained or bool(await run_bounded(self._earlier_trained))
             await self._recall()
         self._steps.start_generation(generation)
         await self._checkpoints.start_generation()
-        if self._config.checkpoints.path:
+        if self._checkpoints.config.path:
             self._unmovable = await self._why_unmovable()
             await self._choose(generation, wait or _join)
             if self._checkpoints.began_from is None:
@@ -179,15 +186,20 @@ class CommandRun:
                 usable = newest if not newest.damage else older
                 self.resume = str(usable.path) if usable is not None else ""
                 return
-            damaged = replace(newest, damage=found.reason, lacking=False)
-            why = self._unmovable or ("" if older is not None else "because orch finds no complete older one")
-            if why or not await self._move(damaged, older, f"it {found.reason}", generation, proven=True):
+            damaged, replaceable = (
+                replace(newest, damage=found.reason, lacking=False),
+                self._is_replaceable(newest, older),
+            )
+            why = self._unmovable or ("" if replaceable else "because orch finds no complete older one")
+            if why or not await self._move(damaged, older, f"it {found.reason}", generation, proven=found.proven):
                 self.unusable = f"{newest.path} {found.reason}. It is not moved away{', ' if why else ''}{why}"
                 return
             self._checkpoints.begin_from_newest()
 
     async def _examine(self, one: CommandCheckpoint, older: CommandCheckpoint | None, wait: Wait) -> Verification:
-        """Compare a checkpoint with its seal. Without a seal, a torn file is a proof if an older one is sealed."""
+        """Compare a checkpoint with its seal. Without a seal, it is damaged if the framework's rules show it, or if a
+        file is torn and an older checkpoint is sealed.
+        """
         found = await self._seals.verify(one, wait)
         if found.verdict is Verdict.VERIFIED and found.bytes:
             self._events.write(
@@ -195,10 +207,14 @@ class CommandRun:
                 seconds=round(found.seconds, 3),
             )  # fmt: skip
         is_torn = bool(one.damage) and not one.lacking
-        if found.verdict is not Verdict.UNSEALED or not is_torn or older is None:
+        if found.verdict is not Verdict.UNSEALED or not is_torn or not self._is_replaceable(one, older):
             return found
-        proven = await run_bounded(partial(self._seals.is_sealed, older))
-        return Verification(verdict=Verdict.DAMAGED, reason=one.damage) if proven else found
+        proven = one.proven or (older and await run_bounded(partial(self._seals.is_sealed, older)))
+        return Verification(verdict=Verdict.DAMAGED, reason=one.damage, proven=one.proven) if proven else found
+
+    def _is_replaceable(self, one: CommandCheckpoint, older: CommandCheckpoint | None) -> bool:
+        """Return whether the program can start without this checkpoint: from an older one, or as at its first start."""
+        return older is not None or (one.proven and not self._memory.saved and self._checkpoints.is_alone())
 
     def _report_seal(self, one: CommandCheckpoint, seal: Seal, seconds: float) -> None:
         self._events.write(
@@ -222,6 +238,7 @@ class CommandRun:
             await self._steps.check_settled()  # the last check may have been seconds ago
             self._disk = await run_bounded(partial(write_probe, self._run.path)) or ""
         self._steps.check()
+        await self._learn_place()
         await self._checkpoints.check(now.first_failure)
         self._seals.poll(self._checkpoints.complete())
         if not self._progress_kept and self._has_worked(now):
@@ -229,6 +246,31 @@ class CommandRun:
             self._progress_kept = True
             saved = self._memory.saved or self._checkpoints.has_whole()
             await self._keep(CommandMemory(saved=saved, earlier=self._memory.earlier))
+
+    def _learn(self, saves: Sequence[ProgramSave]) -> None:
+        """Learn from reported saves which framework saves, and where if the configuration has no folder."""
+        found = self._checkpoints
+        found.adapter = choose_adapter(saves) or found.adapter
+        if not found.config.path and (place := locate(saves)) is not None:
+            found.config = place.config
+
+    async def _learn_place(self) -> None:
+        found = self._checkpoints
+        if found.adapter and found.config.path or (read := self._saves.poll(LOOK_SECONDS)) is None:
+            return
+        if read.exception() is None:
+            unknown = not found.config.path
+            self._learn(read.result())
+            if unknown and found.config.path:
+                await self._note_earlier(self._memory.earlier)
+
+    def _first_start(self) -> int:
+        """Return when the run's first attempt started (ns)."""
+        started = [self._began]
+        for one in self._attempt.earlier_attempts():
+            with suppress(OSError):
+                started.append(one.coordinator.stat().st_mtime_ns)
+        return min(started)
 
     async def end_generation(self, decision: Decision, now: GenerationState, *, cleared: bool) -> None:
         """Record the end of a generation. `cleared` means that none of its processes is left that could write."""
@@ -274,11 +316,13 @@ class CommandRun:
 
     async def _note_earlier(self, recalled: Stamps | None) -> None:
         """Distinguish the run's own checkpoints from those that existed before its first start."""
-        if not self._config.checkpoints.path:
+        if not self._checkpoints.config.path:
             return
         if recalled is None:  # this is the first start
-            look = partial(record_earlier, self._folder(), self._config.checkpoints)
+            look = partial(record_earlier, self._folder(), self._checkpoints.config)
             recalled = await run_bounded(look) or {}
+            if not self._config.checkpoints.path or self._attempt.earlier_attempts():  # the folder became known later
+                recalled = {name: changed for name, changed in recalled.items() if changed < self._first_start()}
         self._memory.earlier = self._checkpoints.earlier = recalled
         if recalled:
             await self._keep(self._memory)
@@ -354,7 +398,7 @@ class CommandRun:
         )  # fmt: skip
         # Recorded first: if this coordinator dies, the next one knows what to put back.
         self._memory.aside.append(aside)
-        kept, config = await self._keep(self._memory), self._config.checkpoints
+        kept, config = await self._keep(self._memory), self._checkpoints.config
         moved = await run_bounded(lambda: set_aside(newest, target, config)) if kept else False
         if not moved:  # it has changed or cannot be moved, so the program will load it again
             if moved is False:  # otherwise the move is late and may still happen

@@ -7,10 +7,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from trainer.agent.adapters import registry
 from trainer.agent.attempt_state.published_files import AttemptProgress
 from trainer.agent.processes.background_tasks import RepeatedRead, run_detached
 from trainer.agent.user_command import match_step
@@ -22,8 +23,10 @@ from trainer.agent.user_command.checkpoints import (
     find,
     find_written_later,
 )
+from trainer.agent.user_command.program_saves import PLAIN
 from trainer.protocol.command_progress import CommandCheckpointsConfig, CommandProgressConfig
 from trainer.protocol.events import EventKind, EventLog
+from trainer.protocol.failures.outcome import legible
 from trainer.protocol.logs.log_rotation import read_tail
 from trainer.protocol.messages.ranks import generation_mark
 
@@ -31,6 +34,25 @@ LOOK_SECONDS = 5.0
 """Seconds between checks while the program runs."""
 WAIT_SECONDS = 10.0
 """Maximum seconds for which a slow file system may delay a decision or the next generation."""
+
+
+def apply_rules(adapter: str, found: list[CommandCheckpoint], most: int = 4) -> list[CommandCheckpoint]:
+    """Return the checkpoints, with the newest `most` of them judged by the rules of the program's framework."""
+    if adapter in ("", PLAIN):
+        return found
+    return [_apply_rules(registry.load(adapter), one) for one in found[:most]] + found[most:]
+
+
+def _apply_rules(adapter: registry.Adapter, one: CommandCheckpoint) -> CommandCheckpoint:
+    if one.damage and not one.lacking:
+        return one
+    try:
+        reason = adapter.damage(str(one.path))
+    except OSError:  # it proves nothing about the bytes
+        return one
+    damage = legible(f"is incomplete: {reason}") if reason else ""
+    return replace(one, damage=damage, lacking=False, proven=bool(damage))
+
 
 T = TypeVar("T")
 Found = tuple[list[CommandCheckpoint], set[str]]
@@ -61,7 +83,9 @@ class CommandProgress:
     ) -> None:  # fmt: skip
         """`counts_steps` means that the newest checkpoint is the only source for the program's step."""
         self._counts_steps = counts_steps
-        self._folder, self._config, self._events, self._progress = folder, config, events, progress
+        self._folder, self.config, self._events, self._progress = folder, config, events, progress
+        self.adapter = ""
+        """Adapter of the program's framework, once it has saved; empty: unknown."""
         self.began_from: CommandCheckpoint | None = None
         self.torn: CommandCheckpoint | None = None
         self.earlier: Stamps = {}
@@ -148,7 +172,7 @@ class CommandProgress:
 
     def written_later(self) -> str:
         """Return the name of a checkpoint that is newer than the highest step's, or "" if none is."""
-        return find_written_later(self._latest, self._config)
+        return find_written_later(self._latest, self.config)
 
     def has_whole(self) -> bool:
         """Return whether any existing checkpoint is without a known sign of damage."""
@@ -167,10 +191,10 @@ class CommandProgress:
         self._note_saved()
 
     def _find(self) -> Found:
-        if not self._config.path:
+        if not self.config.path:
             return [], set()
-        found, there = find(self._folder(), self._config, self.earlier)
-        return assess_damage(found), there
+        found, there = find(self._folder(), self.config, self.earlier)
+        return apply_rules(self.adapter, assess_damage(found)), there
 
     async def _check_now(self, *, settled: bool) -> None:
         self._reads.began_at = time.monotonic()

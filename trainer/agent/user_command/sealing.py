@@ -98,6 +98,7 @@ class Verification:
 
     verdict: Verdict
     reason: str = ""
+    proven: bool = True  # a torn file proves less than a seal or the framework's rules
     bytes: int = 0
     seconds: float = 0.0
 

@@ -39,7 +39,7 @@ class Attempt:
             self.run.make()
         self.dir = self.run.attempt(number)
         self.dir.make()
-        checkpoints = CommandCheckpointsConfig(path=str(root / path), pattern=pattern)
+        checkpoints = CommandCheckpointsConfig(path=str(root / path) if path else "", pattern=pattern)
         self.progress = AttemptProgress(number, "1", lambda: 0.0)
         self.restarts, self.budget, self.number = 0, restarts, 0
         events = EventLog(self.dir.event_file("coordinator"), "coordinator", number)

@@ -1,0 +1,88 @@
+"""Checkpoints that a program has reported: its folder and names without configuration, and its framework's rules."""
+
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.agent.user_command.command_attempt import Attempt, names
+from trainer.agent.user_command.program_saves import ProgramSave, locate
+from trainer.protocol.events import EventKind
+
+HF = "torch,hf,plain"
+
+
+@pytest.mark.parametrize(
+    ("paths", "frameworks", "place"),
+    [
+        ([(20, "/o/checkpoint-20")], HF, ("/o", "checkpoint-*")),
+        ([(20, "/o/epoch=1-step=20.ckpt")], HF, ("/o", "epoch=*-step=*.ckpt")),
+        ([(20, "/o/iter_0000020")], HF, ("/o", "iter_*")),
+        ([(20, "/o/last")], HF, None),
+        ([(10, "/o/step_10.pt")], "torch", None),
+        ([(10, "/o/step_10.pt"), (20, "/o/step_20.pt")], "torch", ("/o", "step_*.pt")),
+        ([(10, "/o/step_10.pt"), (10, "/o/step_10.pt")], "torch", None),
+        ([(-1, "/o/ckpt-1/optimizer.pt"), (-1, "/o/ckpt-2/optimizer.pt")], "torch", ("/o", "ckpt-*")),
+        ([(0, "/o/step5/rank0.pt"), (1, "/o/step5/rank1.pt"), (0, "/o/step6/rank0.pt")], "torch", ("/o", "step*")),
+        ([(1, "/o/shard1.pt"), (2, "/o/shard2.pt")], "torch", None),
+        ([], "", None),
+    ],
+)
+def test_the_folder_and_the_pattern_follow_from_reported_saves(paths, frameworks, place):
+    saves = [ProgramSave(step=step, path=path, frameworks=frameworks) for step, path in paths]
+    found = locate(saves)
+    assert (None if found is None else (found.config.path, found.config.pattern)) == place
+
+
+def report(attempt: Attempt, step: int, path: Path, frameworks: str = HF) -> None:
+    row = {"rank": 0, "generation": 1, "step": step, "path": str(path), "failed": "", "frameworks": frameworks}
+    with attempt.dir.program_saves(0).open("a") as stream:
+        stream.write(json.dumps({**row, "time": time.time()}) + "\n")
+
+
+def trainer_checkpoint(out: Path, step: int) -> Path:
+    folder = out / f"checkpoint-{step}"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    return folder
+
+
+def test_a_folder_that_is_not_configured_is_watched_once_the_program_has_saved(tmp_path: Path, out: Path) -> None:
+    """A checkpoint from before the run is not its own."""
+    trainer_checkpoint(out, 99)
+    attempt = Attempt(tmp_path, 1, path="")
+    attempt.dir.coordinator.touch()
+    attempt.stops()
+    report(attempt, 10, trainer_checkpoint(out, 10))
+    second = Attempt(tmp_path, 2, path="")
+    asyncio.run(second.program.start_generation(1))
+    assert second.program.resume == str(out / "checkpoint-10")
+
+
+def test_a_frameworks_rules_refuse_a_checkpoint_before_the_start(tmp_path: Path, out: Path) -> None:
+    attempt = Attempt(tmp_path, 1)
+    report(attempt, 10, trainer_checkpoint(out, 10))
+    trainer_checkpoint(out, 20)
+    (out / "checkpoint-20" / "trainer_state.json").unlink()
+    attempt.stops()
+    assert names(out) == ["checkpoint-10"]
+    (aside,) = attempt.told(EventKind.CHECKPOINT_SET_ASIDE)
+    assert aside["reason"] == "it is incomplete: lacks trainer_state.json"
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_first_checkpoint_that_is_incomplete_moves_away_unless_the_run_has_saved(tmp_path, out, before):
+    attempt = Attempt(tmp_path, 1)
+    if before:
+        report(attempt, 10, trainer_checkpoint(out, 10))
+        attempt.stops()
+        (out / "checkpoint-10").rename(tmp_path / "elsewhere")
+    report(attempt, 20, trainer_checkpoint(out, 20))
+    (out / "checkpoint-20" / "trainer_state.json").unlink()
+    second = Attempt(tmp_path, 2)
+    second.stops()
+    assert names(out) == (["checkpoint-20"] if before else [])
+    assert second.program.unusable == ""

@@ -1,0 +1,100 @@
+"""Checkpoints that a program has reported through its start-up module: their folder, names and framework."""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.agent.adapters import registry
+from trainer.agent.user_command.checkpoints import has_rank
+from trainer.protocol.command_progress import CommandCheckpointsConfig, parse_digits
+from trainer.protocol.logs.log_rotation import read_tail
+from trainer.protocol.run_dir import AttemptDir
+
+_TAIL = 64 * 1024
+_NUMBER = re.compile(r"\d+", re.ASCII)
+_CHECKPOINT = re.compile(r"ckpt|checkpoint|step|epoch|iter|model|state|snapshot", re.IGNORECASE)
+"""Words in the names of checkpoints; other files that a program writes with `torch.save` may be data."""
+PLAIN = "plain"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramSave:
+    """Checkpoint that a rank has reported."""
+
+    step: int
+    path: str
+    frameworks: str = ""  # names that the program has imported, separated by commas
+    time: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointPlace:
+    """Folder and names of a program's checkpoints, and the adapter that knows their rules."""
+
+    config: CommandCheckpointsConfig
+    adapter: str
+
+
+def read_saves(attempts: Iterable[AttemptDir]) -> list[ProgramSave]:
+    """Return the successful saves that the ranks of these attempts have reported, oldest first."""
+    found: list[ProgramSave] = []
+    for attempt in attempts:
+        for path in sorted(attempt.outcomes.glob("saves-node-*.jsonl")):
+            with suppress(OSError):
+                found += _parse(read_tail(path, _TAIL))
+    return sorted(found, key=lambda save: save.time)
+
+
+def _parse(data: bytes) -> list[ProgramSave]:
+    found = []
+    for line in data.splitlines():
+        with suppress(ValueError, TypeError, LookupError, AttributeError):
+            row = json.loads(line)
+            if not row.get("failed"):
+                save = ProgramSave(
+                    step=int(row["step"]), path=str(row["path"]), frameworks=str(row.get("frameworks", "")),
+                    time=float(row["time"]),
+                )  # fmt: skip
+                found.append(save)
+    return found
+
+
+def choose_adapter(saves: Sequence[ProgramSave]) -> str:
+    """Return the adapter of the framework that has saved, or "" if nothing was reported."""
+    return registry.choose(saves[-1].frameworks) if saves else ""
+
+
+def locate(saves: Sequence[ProgramSave]) -> CheckpointPlace | None:
+    """Return where the program saves its checkpoints, or None if that is unclear.
+
+    A framework's first save is sufficient. `torch.save` may write anything, so two growing steps of one pattern in
+    files named like checkpoints are required.
+    """
+    adapter = choose_adapter(saves)
+    places = [place for save in saves if (place := _derive(save, adapter)) is not None]
+    if not places:
+        return None
+    newest = places[-1][0]
+    if adapter == PLAIN and len({step for place, step in places if place == newest}) < 2:
+        return None
+    return CheckpointPlace(config=newest, adapter=adapter)
+
+
+def _derive(save: ProgramSave, adapter: str) -> tuple[CommandCheckpointsConfig, int] | None:
+    """Return the folder and pattern of a checkpoint, and its step."""
+    path = Path(save.path)
+    # A file of one rank, or without a number, belongs to its folder.
+    if adapter == PLAIN and (has_rank(path.name) or not _NUMBER.search(path.stem)):
+        path = path.parent
+    if adapter == PLAIN and not _CHECKPOINT.search(path.name):
+        return None
+    numbers = list(_NUMBER.finditer(path.name))
+    step = save.step if adapter != PLAIN else parse_digits(numbers[-1][0]) if numbers else -1
+    last = next((found for found in reversed(numbers) if parse_digits(found[0]) == step), None)
+    if last is None or "*" in path.name:
+        return None
+    pattern = f"{_NUMBER.sub('*', path.name[: last.start()])}*{path.name[last.end() :]}"
+    return CommandCheckpointsConfig(path=str(path.parent), pattern=pattern), step

@@ -38,7 +38,8 @@ def test_a_damaged_checkpoint_is_refused_before_the_program_starts_again(job, tm
     command = [sys.executable, str(tmp_path / "train.py"), str(out)]
     checkpoints = {"path": str(out), "pattern": "step_*.pt"}
     work = job(
-        nodes=1, ranks=1, command=command, checkpoints=checkpoints, env={"ORCH_SUBMIT_DIR": str(tmp_path)}
+        nodes=1, ranks=1, command=command, checkpoints=checkpoints, env={"ORCH_SUBMIT_DIR": str(tmp_path)},
+        recovery={"backoff": 0.1},
     ).ends(0)  # fmt: skip
     starts = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
     assert starts == [

@@ -25,6 +25,7 @@ class Row(NamedTuple):
 
 ROWS = (
     Row("hf", ("transformers.trainer",)),
+    Row("lightning", ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")),
     Row("plain", ("torch.serialization",)),
 )
 """Adapters by priority: a Trainer uses Accelerate, which uses torch, and only the first of them answers requests."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainer.agent.adapters.host import AdapterHost
 
-EXIT_CODES: dict[int, str] = {}
 SAVE_AND_GO_ON = 1
 
 _NAME = re.compile(r"checkpoint-(\d+)", re.ASCII)
@@ -119,7 +118,7 @@ def _callback_class(base: Any, host: AdapterHost) -> Any:
 
         @host.guard
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            host.rank.enter("done")
+            host.finish(state.global_step)
 
     return OrchCallback
 

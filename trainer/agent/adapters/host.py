@@ -57,6 +57,12 @@ class AdapterHost:
         reason: int = self._requests.agreement().due(step)
         return reason
 
+    def finish(self, step: int) -> None:
+        """Report that the training has ended, after as many steps as its program wants (early stopping included)."""
+        if step > 0:
+            self.rank.step(number=step, total=step)
+        self.rank.enter("done")
+
     def leave(self) -> None:
         """End this process after a save that the agent asked for. Raises SystemExit."""
         self._requests.agreement().leave()

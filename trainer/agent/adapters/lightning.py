@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainer.agent.adapters.host import AdapterHost
 
-EXIT_CODES: dict[int, str] = {143: "Lightning ends with this code after SIGTERM"}
 SAVE_AND_GO_ON = 1
 
 _STEP = re.compile(r"step[=_-]?(\d+)", re.ASCII)
@@ -152,7 +151,7 @@ def _callback_class(base: Any, host: AdapterHost) -> Any:
 
         @host.guard
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            host.rank.enter("done")
+            host.finish(trainer.global_step)
 
     return OrchCallback
 

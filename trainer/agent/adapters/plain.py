@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainer.agent.adapters.host import AdapterHost
 
-EXIT_CODES: dict[int, str] = {}
 
 _STEP = re.compile(r"(\d+)(?!.*\d)", re.ASCII)
 """Last number in a name."""

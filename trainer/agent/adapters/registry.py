@@ -26,6 +26,7 @@ class Row(NamedTuple):
 ROWS = (
     Row("hf", ("transformers.trainer",)),
     Row("lightning", ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")),
+    Row("deepspeed", ("deepspeed.runtime.engine",)),
     Row("plain", ("torch.serialization",)),
 )
 """Adapters by priority: a Trainer uses Accelerate, which uses torch, and only the first of them answers requests."""
@@ -49,9 +50,6 @@ class Adapter(Protocol):
 
     def resume(self, path: str) -> tuple[dict[str, str], list[str]]:
         """Return variables and arguments for a start from this checkpoint; "" stands for a start without one."""
-
-    EXIT_CODES: dict[int, str]
-    """Exit codes that do not mean a failure, with their reasons."""
 
 
 def load(name: str) -> Adapter:
@@ -84,10 +82,3 @@ def choose(frameworks: str) -> str:
     """Return the adapter for the frameworks that a program has imported, separated by commas; plain for others."""
     found = {word.strip() for word in frameworks.split(",")}
     return next((row.name for row in ROWS if row.name in found), "plain")
-
-
-def exit_meaning(name: str, code: int, step: int, total: int) -> str:
-    """Return why a rank's exit code does not mean what it says, or "" if it does. `total` is 0 if it is unknown."""
-    if code == 0 and 0 < step < total:
-        return f"exit code 0 at step {step} of {total}"
-    return load(name).EXIT_CODES.get(code, "")

@@ -22,7 +22,7 @@ from trainer.protocol.heartbeat import AttemptStage, Heartbeat
 from trainer.protocol.launch_token import LaunchToken
 from trainer.protocol.messages.agents import AskStop, ExpectStop, ProgressReport, StartGeneration
 from trainer.protocol.node_identity import NodeIdentity, process_start_time
-from trainer.protocol.rank_progress.progress import StopReason
+from trainer.protocol.rank_progress.progress import Phase, StopReason
 from trainer.protocol.run_dir import AttemptDir, RunDir
 
 
@@ -176,6 +176,12 @@ class RunningAttempt:
         newest = [member.progress for member in self.roster.training_members()]
         return [report for report in newest if report.generation == self.generation.number]
 
+    def shortfall(self) -> str:
+        """Return how many steps a user's program still has to train, by its own count, or "" if none is known."""
+        reports = [report for report in self.reports() if report.phase != Phase.DONE.name.lower()]
+        step, total = min(((one.step, one.total) for one in reports), default=(0, 0))
+        return f"step {step} of {total}" if self.config.command and 0 < step < total else ""
+
     def merge_reports(self) -> None:
         """Update the attempt's progress from the nodes' reports."""
         reports, command = self.reports(), bool(self.config.command)
@@ -237,6 +243,7 @@ class RunningAttempt:
             home=self.identity.name,
             saves_failing=self.progress.saves_failing,
             drill=generation.drill,
+            shortfall=self.shortfall(),
             history=self.history,
         )
 

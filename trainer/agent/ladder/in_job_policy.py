@@ -91,6 +91,7 @@ class Situation:
     spike_budget: int = 0  # detection.spike.roll_backs
     saves_failing: str = ""  # when saves began to fail, and why; empty while they succeed
     drill: str = ""  # kind of the requested drill that ends this generation
+    shortfall: str = ""  # step that a user's program has reached, if that is not its last one
 
     @property
     def stop_words(self) -> str:
@@ -147,6 +148,9 @@ def _without_failure(now: Situation) -> Decision:
         # Slurm signals every process of a step, so ranks may exit 0 before their agents report the signal.
         if now.command is not None and now.since_end < SETTLE_SECONDS:
             return Decision(action=Action.WAIT, reason="all ranks have ended; waiting for reports of a signal")
+        if now.shortfall:
+            reason = f"all ranks ended with exit code 0 at {now.shortfall}"
+            return end(reason, Failure(kind=FailureKind.UNKNOWN, reason=reason))
         # The ranks finished, so the last save worked; only copying it to other tiers is failing.
         copies = f"; {now.saves_failing}" if now.saves_failing else ""
         return Decision(action=Action.FINISH, reason=_cut(f"all ranks finished{copies}"))

@@ -17,7 +17,6 @@ def test_every_adapter_has_all_functions() -> None:
         for function in ("install", "checkpoints", "damage", "resume"):
             wanted = list(inspect.signature(getattr(registry.Adapter, function)).parameters)[1:]
             assert list(inspect.signature(getattr(adapter, function)).parameters) == wanted, (name, function)
-        assert all(isinstance(reason, str) for reason in adapter.EXIT_CODES.values())
         assert adapter.resume("") == ({}, [])
         assert adapter.resume("/c/7")[0]["ORCH_RESUME_PATH"] == "/c/7"
 
@@ -42,13 +41,6 @@ def test_the_first_framework_of_a_program_wins() -> None:
     assert registry.choose("torch") == "plain"
     with pytest.raises(LookupError, match="no adapter jax: the adapters are hf, "):
         registry.load("jax")
-
-
-def test_exit_code_0_before_the_last_step_is_not_the_end() -> None:
-    assert registry.exit_meaning("plain", 0, 40, 100) == "exit code 0 at step 40 of 100"
-    assert registry.exit_meaning("plain", 0, 100, 100) == ""
-    assert registry.exit_meaning("plain", 0, 40, 0) == ""
-    assert registry.exit_meaning("plain", 1, 40, 100) == ""
 
 
 def test_files_of_programs_that_use_torch_save(tmp_path: Path) -> None:

@@ -203,6 +203,11 @@ DECISIONS = [
     (situation(*ALL_DONE, stopping=TERM, command=CommandPast()), Action.STOP, "all ranks stopped"),
     (situation(*ALL_DONE, command=CommandPast(), since_end=0.9), Action.WAIT, "waiting for reports of a signal"),
     (situation(*ALL_DONE, command=CommandPast(), since_end=1.0), Action.FINISH, "all ranks finished"),
+    (
+        situation(*ALL_DONE, command=CommandPast(), since_end=1.0, shortfall="step 40 of 100"),
+        Action.END,
+        "all ranks ended with exit code 0 at step 40 of 100",
+    ),
     (situation(*ALL_DONE, since_end=0.0), Action.FINISH, "all ranks finished"),
     (situation(broken=HUNG, since_failure=0.0), Action.RESTART, "rank 1 on n1 hangs; restart 1 of 5 in place"),
     (

@@ -23,8 +23,8 @@ _RANKS = re.compile(rb"dp_world_size(?:q.|r.{4})(?:K(?P<one>.)|M(?P<two>..)|J(?P
 _LARGEST = 64 << 20
 
 
+class Habit:
     """Arguments that this program gives to `save_checkpoint`, from which those for another step are derived."""
-    """How this program calls `save_checkpoint`, as far as another call for another step can be derived from it."""
 
     def __init__(self, folder: str, tag: str | None, state: Any, step: int) -> None:
         self.folder, self.step, self.tag = folder, step, tag

@@ -406,7 +406,8 @@ class NodeAgent:
         if self._ranks is None:
             return
         self._ranks.ask(reason, time.monotonic() + seconds)
-        stopping = reason > StopReason.SAVE_AND_GO_ON
+        # SIGTERM would kill a program's data loader workers before it has saved.
+        stopping = reason > StopReason.SAVE_AND_GO_ON and not self._ranks.answer_requests()
         if self._config.command and stopping and not self._sigterm_sent and self._link is not None:
             self._sigterm_sent = True
             self._link.signal_ranks(signal.SIGTERM)

@@ -86,7 +86,7 @@ class RequestHandlers:
         match request.kind:
             case RequestKind.STOP:
                 self._state.request_stop(self._state.stopping.on_request(request.reason, now))
-                return "the command gets SIGTERM" if self._config.command else "the ranks were asked to save and stop"
+                return "the ranks were asked to save and stop" if self._can_ask() else "the command gets SIGTERM"
             case RequestKind.DEADLINE if request.value is not None:
                 return self._correct_end(request.value - wall, request.detail, now)
             case RequestKind.SAVE:
@@ -133,13 +133,18 @@ class RequestHandlers:
             self._ask_save()
 
     def _request_save(self, request: Request) -> str | None:
-        if self._config.command:
+        if not self._can_ask():
             return f"{REFUSED}the ranks run the user's own command, which orch cannot ask to save"
         if self._state.stopping.stop is not None:
             return "a stop with a save is under way"
         self._saves[request.name] = newest_begun_save(self._state.reports(), self._state.progress.total)
         self._ask_save()
         return None
+
+    def _can_ask(self) -> bool:
+        """Return whether all ranks read requests: orch's own do, and a user's program once it has called orch."""
+        reports = self._state.reports()
+        return not self._config.command or (bool(reports) and all(report.answers for report in reports))
 
     def _ask_save(self) -> None:
         self._roster.broadcast(AskStop(reason=StopReason.SAVE_AND_GO_ON, seconds=_SAVE_SECONDS))

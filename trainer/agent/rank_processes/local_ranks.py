@@ -26,6 +26,7 @@ from trainer.protocol.messages.ranks import (
     receive_message,
     send_message,
 )
+from trainer.protocol.rank_progress.program_record import ProgramFlags, is_instrumented
 from trainer.protocol.rank_progress.progress import Progress, ProgressCell, StopReason
 from trainer.protocol.requests import REFUSED, Request
 
@@ -79,6 +80,11 @@ class LocalRank:
     def has_stepped(self) -> bool:
         return self.last.step > self.last.restored_step
 
+    def answers_requests(self) -> bool:
+        """Return whether a user's program reads stop requests from its cell, and saves and exits by itself."""
+        program = self.cell.program()
+        return program is not None and is_instrumented(program.flags) and bool(program.flags & ProgramFlags.ANSWERS)
+
 
 class LocalRanks:
     """All ranks of one generation on this node."""
@@ -125,6 +131,10 @@ class LocalRanks:
                 with contextlib.suppress(OSError):  # it has died; its exit report is on its way
                     send_message(local.control, store)
 
+    def answer_requests(self) -> bool:
+        """Return whether all ranks are a user's program that saves and exits when its cell requests it."""
+        return all(local.answers_requests() for local in self.by_rank.values())
+
     def all_gone(self) -> bool:
         return all(local.gone for local in self.by_rank.values())
 
@@ -155,6 +165,7 @@ class LocalRanks:
             save_seconds=max(reading.save_seconds for _, reading in readings),
             step_seconds=max(reading.step_seconds for _, reading in readings),
             stepped=all(local.has_stepped() for local in self.by_rank.values()),
+            answers=self.answer_requests(),
         )
 
     def kill_directly(self) -> None:

@@ -175,6 +175,7 @@ class ProgressReport:
     # For ranks of a pipeline in `samples`: rank, `StageActivity` as numbers, and the row of `SentMessages`.
     stages: tuple[tuple[int, ...], ...] = ()
     waits: str = ""  # what the node's preparation waits for, if another process delays it
+    answers: bool = False  # whether all ranks are a user's program that saves and exits when its cell requests it
     programs: tuple[ProgramRow, ...] = ()  # for the ranks of a user's program in `samples`
 
 

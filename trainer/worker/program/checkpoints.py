@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from types import TracebackType
 from typing import Any, Protocol, cast
 
@@ -96,14 +96,16 @@ class OwnSchedule:
 class Cadence:
     """Decides at which steps a save is due, alike on all ranks. Rank 0's votes reach them through `orch.program`."""
 
-    def __init__(self, schedule: SaveSchedule, saver: Checkpointer) -> None:
-        self._schedule, self._saver = schedule, saver
+    def __init__(self, schedule: SaveSchedule, saver: Checkpointer, report_commit: Callable[[], None]) -> None:
+        """`report_commit` is called after every step, because saves end in the background."""
+        self._schedule, self._saver, self._report_commit = schedule, saver, report_commit
         self._vote = SaveVote.NONE
         self._mark: tuple[int, float] | None = None
 
     def is_due(self, number: int) -> bool:
         """Return whether to save after this step."""
         self._record_step(number)
+        self._report_commit()
         vote, self._vote = self._vote, SaveVote.NONE
         return self._schedule.should_save(number, vote)
 
@@ -211,7 +213,7 @@ class ProgramCheckpoints:
         nodes = max(1, self._objects.layout.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
         mtbf = self._place.mtbf or config.auto.node_days * _DAY / nodes
         schedule = SaveSchedule(config, saved=saved, mtbf=mtbf, on_change=self._place.on_interval)
-        self._cadence = self._program.cadence = Cadence(schedule, self._saver)
+        self._cadence = self._program.cadence = Cadence(schedule, self._saver, self._report_commit)
         return self._cadence
 
     def _on_event(self, kind: str, data: dict[str, Any]) -> None:

@@ -1,0 +1,101 @@
+"""`orch.batches` on real ranks: no sample twice, none skipped, also on another number of ranks."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, WeightedRandomSampler
+
+import orch
+from tests.public_api.reading_ranks import BATCH, SAMPLES, Numbers
+from tests.warm_programs import WarmPrograms
+from trainer.worker.workload import WorkloadError
+
+ROOT, READER = Path(__file__).resolve().parents[2], "tests.public_api.reading_ranks"
+WORLDS = [4, 3, 4, 4, 3, 4]
+EACH = 5
+"""Batches of each rank between two kills."""
+NEEDS = {"stateful": "torchdata", "hf": "datasets", "hf-stream": "datasets"}
+
+
+def run(programs: WarmPrograms, rows: list[list[str]], *, cold: bool) -> list[int]:
+    """Run the ranks, and return their exit codes. Cold ones find packages that are not installed for the tests."""
+    if not cold:
+        return [one.code for one in programs.run(READER, rows)]
+    ranks = [subprocess.Popen([sys.executable, "-m", READER, *row], cwd=ROOT) for row in rows]
+    return [rank.wait(300) for rank in ranks]
+
+
+def read(programs: WarmPrograms, folder: Path, kind: str, worlds: list[int], each: int) -> list[Any]:
+    """Return the samples in the order that all ranks share, read by ranks that are killed between two worlds."""
+    found, state = [], None
+    for number, world in enumerate(worlds):
+        files = [folder / f"{number}-{rank}.json" for rank in range(world)]
+        shared = {"kind": kind, "world": world, "state": state, "batches": each, "lost": number % 3}
+        cases = [{**shared, "rank": rank, "file": str(file)} for rank, file in enumerate(files)]
+        assert run(programs, [[json.dumps(case)] for case in cases], cold=kind in NEEDS) == [-9] * world
+        reports = [json.loads(file.read_text()) for file in files]
+        states = [report["state"] for report in reports]
+        assert states == [states[0]] * world
+        state = states[0]
+        for batch in range(each):
+            rows = [list(zip(*report["rows"][batch], strict=True)) for report in reports]
+            rows = rows if rows[0] else [report["rows"][batch][0] for report in reports]
+            found += [row[place] for place in range(BATCH) for row in rows]
+    return found
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    "kind",
+    ["map", pytest.param("stream", marks=pytest.mark.proof), "stateful", "hf", "hf-stream"],
+)  # fmt: skip
+def test_five_restarts_on_4_3_and_4_ranks_read_what_an_undisturbed_run_reads(
+    programs: WarmPrograms, tmp_path: Path, kind: str
+) -> None:
+    if kind in NEEDS and importlib.util.find_spec(NEEDS[kind]) is None:
+        pytest.skip(f"{NEEDS[kind]} is not installed")
+    disturbed = read(programs, tmp_path, kind, WORLDS, EACH)
+    total = sum(WORLDS) * EACH * BATCH
+    calm = read(programs, tmp_path, kind, [4], -(-total // (4 * BATCH)))
+    assert disturbed == calm[:total]
+    ids = [sample[0] if isinstance(sample, list | tuple) else sample for sample in disturbed]
+    for epoch in range(total // SAMPLES):
+        assert sorted(ids[epoch * SAMPLES : (epoch + 1) * SAMPLES]) == list(range(SAMPLES))
+    assert ids[:SAMPLES] != ids[SAMPLES : 2 * SAMPLES]
+
+
+def test_epochs_of_a_loop_continue_where_the_last_one_ended() -> None:
+    data = orch.batches(DataLoader(Numbers(), batch_size=10))
+    epochs = [[int(index) for batch in data for index in batch["id"]] for _ in range(2)]
+    assert [len(epoch) for epoch in epochs] == [110, 100]
+    assert [index for epoch in epochs for index in epoch] == [index % SAMPLES for index in range(210)]
+    assert data.epoch == 2
+
+
+def test_a_custom_sampler_keeps_its_order_and_repeats_it() -> None:
+    loader = DataLoader(Numbers(), batch_size=4, sampler=WeightedRandomSampler([1.0] * SAMPLES, 40))
+    data, again = orch.batches(loader, seed=1), orch.batches(loader, seed=1)
+    first = [next(data)["id"].tolist() for _ in range(15)]
+    for _ in range(3):
+        next(again)
+    again.load_state_dict(again.state_dict())
+    assert [next(again)["id"].tolist() for _ in range(12)] == first[3:]
+    assert first[:10] != first[10:20]
+
+
+def test_what_cannot_be_exact_is_refused() -> None:
+    class ByNode(WeightedRandomSampler):
+        num_replicas = 2
+
+    with pytest.raises(WorkloadError, match="ByNode splits the samples between ranks"):
+        orch.batches(DataLoader(Numbers(), sampler=ByNode([1.0], 1)))
+    with pytest.raises(WorkloadError, match="list is not a torch DataLoader"):
+        orch.batches([1, 2])
+    data = orch.batches(DataLoader(Numbers(), batch_size=4))
+    with pytest.raises(WorkloadError, match="number of samples was 7 .* and is 101 now"):
+        data.load_state_dict({**data.state_dict(), "samples": 7})

@@ -134,6 +134,7 @@ class Program:
         self._polled = False  # whether the ranks have voted since the last `step`
         self._calls_save = False
         self._waiting_loss: Any = None
+        self._unusable = False  # whether the progress cell cannot be opened
         self._served: tuple[int, float] | None = None
         self._save_asked = False  # the save before a stop
         self.cadence: Cadence | None = None
@@ -144,9 +145,14 @@ class Program:
 
     def writer(self) -> Any:
         """Return the owner of this rank's progress cell, or None without orch's agent or in a child process."""
-        if os.getpid() != self._pid or not self._under_agent:
+        if os.getpid() != self._pid or not self._under_agent or self._unusable:
             return None
-        return _writer_module().current()
+        try:
+            return _writer_module().current()
+        except (ImportError, OSError, ValueError) as error:
+            self._unusable = True
+            sys.stderr.write(f"orch: this program's progress cannot be reported: {error}\n")
+            return None
 
     def step(self, number: int | None, loss: Any) -> None:
         self._number = (self._number or 0) + 1 if number is None else number

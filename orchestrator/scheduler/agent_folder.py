@@ -7,6 +7,7 @@ torch. It is in the state folder, named by its content, and never changed, so ru
 import hashlib
 import os
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import checkpointing
@@ -17,6 +18,8 @@ from trainer.protocol.messages.agents import installed_release
 _PACKAGES = {
     name: Path(package.__path__[0]) for name, package in (("checkpointing", checkpointing), ("trainer", trainer))
 }
+if (_orch := find_spec("orch")) is not None and _orch.submodule_search_locations:
+    _PACKAGES["orch"] = Path(_orch.submodule_search_locations[0])  # for a program that calls it
 _ENTRY = _PACKAGES["trainer"] / "agent" / "start_mounted.py"
 
 

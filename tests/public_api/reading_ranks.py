@@ -65,19 +65,24 @@ def build(kind: str, rank: int, world: int) -> Any:
     return DataLoader(split_dataset_by_node(rows.shuffle(seed=3, buffer_size=20), rank, world), **options)
 
 
-def main() -> None:
-    case = json.loads(sys.argv[1])
+def read_batches(case: dict[str, Any]) -> dict[str, Any]:
+    """Return the samples of this rank's batches, each with its random part, and the position after them."""
     place = (case["rank"], case["world"])
     data = orch.batches(build(case["kind"], *place), seed=5, data_parallel=place)
     if case["state"] is not None:
         data.load_state_dict(case["state"])
     read = [next(data) for _ in range(case["batches"])]
-    rows = [[[int(one) for one in batch["id"]], [float(one) for one in batch.get("noise", ())]] for batch in read]
-    Path(case["file"]).write_text(json.dumps({"rows": rows, "state": data.state_dict()}))
+    state = data.state_dict()
     for _ in range(case["lost"]):
         next(data)
+    rows = [
+        [[int(index), float(noise)] for index, noise in zip(one["id"], one.get("noise", one["id"]), strict=True)]
+        for one in read
+    ]
+    return {"rows": rows, "state": state}
+
+
+def main() -> None:
+    case = json.loads(sys.argv[1])
+    Path(case["file"]).write_text(json.dumps(read_batches(case)))
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    main()

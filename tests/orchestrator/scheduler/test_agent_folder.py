@@ -29,7 +29,7 @@ def test_a_python_without_packages_can_run_it(home: Path) -> None:
     provide_agent()
     folder = agent_folder()
     assert sorted(path.name for path in folder.iterdir() if not path.name.startswith("orch-")) == [
-        "__main__.py", "checkpointing", "trainer",
+        "__main__.py", "checkpointing", "orch", "trainer",
     ]  # fmt: skip
     refused = bare_python("-u", str(folder), "1", str(home / "gone"), str(home / "gone" / "s"), folder=home)
     assert (refused.returncode, refused.stdout) == (ExitCode.NEVER_RETRY, "")
@@ -43,6 +43,23 @@ def test_a_python_without_packages_can_run_it(home: Path) -> None:
     (folder / "trainer" / "show.py").write_text(show)
     shown = bare_python(str(folder), "-m", "trainer.show", folder=home)
     assert shown.stdout.strip() == installed_release()
+
+
+def test_a_program_in_an_image_without_orch_can_call_it(home: Path) -> None:
+    provide_agent()
+    code = (
+        "import sys, importlib.util\n"
+        "assert importlib.util.find_spec('trainer') is None\n"
+        "import orch, trainer\n"
+        "print(orch.__file__, orch.should_save(), orch.step(1))\n"
+    )
+    startup = agent_folder() / "trainer" / "agent" / "instrument" / "startup"
+    environ = {"PYTHONPATH": str(startup), "ORCH_CELLS": "/dev/null", "LOCAL_RANK": "0"}
+    # The interpreter behind this environment has no package of orch's.
+    command = [sys._base_executable, "-c", code]  # type: ignore[attr-defined]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, cwd=home, check=False)
+    assert done.stdout == f"{agent_folder() / 'orch' / '__init__.py'} False None\n", done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
 
 
 def test_it_is_made_once_and_changed_code_makes_another(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,6 +129,16 @@ def test_stacks_of_nobody_are_refused(desk, fields) -> None:
     assert desk.ask(RequestKind.STACKS, **fields) == "refused: no such rank or node"
 
 
+def test_a_command_that_answers_requests_is_asked_to_save(tmp_path) -> None:
+    desk = Desk(tmp_path, command=("true",))
+    desk.report(step=7, answers=True)
+    assert desk.ask(RequestKind.SAVE) is None
+    (asked,) = desk.told
+    assert asked == agents.AskStop(reason=StopReason.SAVE_AND_GO_ON, seconds=3600.0)
+    assert desk.ask(RequestKind.STOP) == "the ranks were asked to save and stop"
+    desk.events.close()
+
+
 def test_of_a_command_neither_saves_nor_stacks(tmp_path) -> None:
     desk = Desk(tmp_path, command=("true",))
     assert "own command" in str(desk.ask(RequestKind.SAVE))

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import struct
 import subprocess
 from collections.abc import Iterator
 
@@ -12,6 +13,7 @@ from trainer.agent.rank_processes.local_ranks import LocalRanks
 from trainer.protocol.config_sections.fault_detection_config import KINDS
 from trainer.protocol.config_sections.recipe_config import ClusterShape
 from trainer.protocol.messages.agents import InjectFault
+from trainer.protocol.rank_progress.program_record import PROGRAM_AT, ProgramFlags
 from trainer.protocol.rank_progress.progress import Phase, StopReason
 from trainer.protocol.requests import REFUSED, Request, RequestKind
 
@@ -35,6 +37,21 @@ def test_a_restored_step_is_not_a_trained_one_whenever_it_is_looked_at(ranks):
     assert not ranks.summary().stepped
     cells[1].update(step=501)
     assert ranks.summary().stepped
+
+
+def test_a_program_answers_requests_once_all_its_ranks_do(ranks):
+    def write(rank, flags):
+        record = struct.pack("<IIi4x", os.getpid(), flags, rank)
+        os.pwrite(ranks.by_rank[rank].cell.descriptor, record, PROGRAM_AT)
+
+    both = ProgramFlags.INSTRUMENTED | ProgramFlags.ANSWERS
+    for rank, flags in [(0, ProgramFlags.INSTRUMENTED), (1, ProgramFlags.INSTRUMENTED), (0, both)]:
+        write(rank, flags)
+        assert not ranks.summary().answers
+    write(1, both)
+    assert ranks.summary().answers
+    write(1, both | ProgramFlags.DISABLED)
+    assert not ranks.summary().answers
 
 
 def test_a_stop_is_not_lost_when_a_save_is_asked_for_after_it(ranks):

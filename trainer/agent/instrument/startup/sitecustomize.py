@@ -24,6 +24,7 @@ def _start() -> None:
         sys.modules["orch_import_hook"] = module
         spec.loader.exec_module(module)
         module.install()
+        module.load_file("orch_package_finder", os.path.join(os.path.dirname(path), "orch_package.py")).install()
     except Exception as error:  # noqa: BLE001  # outermost edge: the program starts without instrumentation
         sys.modules.pop("orch_import_hook", None)
         if sys.stderr is not None:

@@ -11,7 +11,6 @@ import faulthandler
 import fcntl
 import functools
 import os
-import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -57,9 +56,7 @@ def _dump_stacks_on_signal(path: str) -> None:
     """Write all threads' stacks into the agent's file when the agent asks for them."""
     low = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
     try:
-        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        lowest = _HIGH if most == resource.RLIM_INFINITY else min(_HIGH, most - 8)
-        descriptor = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, max(3, lowest))
+        descriptor = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, max(3, min(_HIGH, os.sysconf("SC_OPEN_MAX") - 8)))
     finally:
         os.close(low)
     faulthandler.register(STACKS, file=descriptor, all_threads=True, chain=False)

@@ -1,7 +1,7 @@
 """Server that imports torch once and forks a process for each program.
 
-A request is a line of JSON with `code`, `environ`, `startup` and the files `output` and `errors`. The answer is the
-exit status.
+A request is a line of JSON with `code`, `before` (run before the start-up module), `environ`, `startup` and the files
+`output` and `errors`. The answer is the exit status.
 """
 
 import gc
@@ -36,14 +36,16 @@ def _run(request: dict[str, Any]) -> int:
     os.environ.clear()
     os.environ.update(request["environ"])
     try:
+        names = {"__name__": "__main__"}
+        exec(compile(request["before"], "<before>", "exec"), names)
         runpy.run_path(request["startup"])
-        exec(compile(request["code"], "<program>", "exec"), {"__name__": "__main__"})
+        exec(compile(request["code"], "<program>", "exec"), names)
     except BaseException:  # noqa: BLE001  # outermost edge of the program
         traceback.print_exc()
         return 1
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()
     return 0
 
 

@@ -33,9 +33,12 @@ class ForkServer:
         words = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("fork_server.py"))]
         self._process = subprocess.Popen(words, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
-    def run(self, code: str, environ: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, code: str, environ: dict[str, str], folder: Path, before: str = ""
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a program; `before` runs before its start-up module."""
         output, errors = folder / "output", folder / "errors"
-        request = {"code": code, "environ": environ, "output": str(output), "errors": str(errors),
+        request = {"code": code, "before": before, "environ": environ, "output": str(output), "errors": str(errors),
                    "startup": str(STARTUP / "sitecustomize.py")}  # fmt: skip
         assert self._process.stdin is not None
         assert self._process.stdout is not None

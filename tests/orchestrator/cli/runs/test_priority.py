@@ -4,6 +4,7 @@ import pytest
 
 from orchestrator.cli.runs import cancel_resume
 from orchestrator.config.compose import compose
+from orchestrator.controller import service
 from orchestrator.controller.own_queue import by_priority, configured_nice, order_pending, run_priority
 from orchestrator.observed_since import ObservedSince
 from orchestrator.scheduler.interface import JobStatus
@@ -18,6 +19,7 @@ def test_a_request_is_recorded_for_the_controller(
     orch: Type, seeds: Seeds, word: str, value: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cancel_resume, "ANSWER_TIMEOUT", 0.0)
+    monkeypatch.setattr(service, "ensure_running", lambda path, kind: False)
     run = seeds.run()
     orch("priority", run, word)
     (request,) = seeds.store.user_requests()

@@ -372,6 +372,9 @@ def damage(one: CommandCheckpoint, filled: Collection[str]) -> str:
         return f"is marked as incomplete by {_INCOMPLETE}"
     if not one.cut and all(name.startswith(BESIDE) for name in one.files):
         return "is an empty folder"
+    # torch.distributed.checkpoint writes this file last.
+    if not one.cut and (name := next((name for name in sorted(one.files) if _lacks_metadata(name, one)), "")):
+        return legible(f"is damaged: .metadata is missing beside {name.removeprefix(BESIDE)}")
     read_metadata = cache(_read_metadata)  # read once for all ranks
     for name in sorted(one.files):
         if one.files[name][0] == 0 and _may_be_empty(one, name, filled, read_metadata):
@@ -390,6 +393,10 @@ def _may_be_empty(
         return os.fsencode(Path(name).name) not in read_metadata(one.place(name).parent)
     # A marker is empty in all checkpoints; among several files of one kind, some ranks may have nothing to write.
     return Path(name).suffix in _MARKERS and (_kind(name) not in filled or _kind(name) in _kinds(one, filled=True))
+
+
+def _lacks_metadata(name: str, one: CommandCheckpoint) -> bool:
+    return name.endswith(".distcp") and f"{name.rpartition('/')[0]}/.metadata".lstrip("/") not in one.files
 
 
 def _read_metadata(folder: Path) -> bytes:

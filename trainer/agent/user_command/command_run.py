@@ -36,6 +36,7 @@ from trainer.agent.user_command.set_aside import (
     put_back,
     retarget,
     set_aside,
+    stale_pointers,
 )
 from trainer.protocol.checkpoint_seal import Seal
 from trainer.protocol.config import JobConfig
@@ -185,6 +186,8 @@ class CommandRun:
             if found.verdict is not Verdict.DAMAGED:
                 usable = newest if not newest.damage else older
                 self.resume = str(usable.path) if usable is not None else ""
+                if usable is newest:
+                    await self._repair_pointers(newest, generation)
                 return
             damaged, replaceable = (
                 replace(newest, damage=found.reason, lacking=False),
@@ -195,6 +198,18 @@ class CommandRun:
                 self.unusable = f"{newest.path} {found.reason}. It is not moved away{', ' if why else ''}{why}"
                 return
             self._checkpoints.begin_from_newest()
+
+    async def _repair_pointers(self, newest: CommandCheckpoint, generation: int) -> None:
+        """Make files that name a checkpoint that does not exist name the newest one."""
+        stale = await run_bounded(partial(stale_pointers, newest, self._checkpoints.config)) or []
+        if not stale:
+            return
+        scratch = await run_bounded(partial(find_target, newest, self._run, self._attempt.number, generation))
+        for pointer in stale if scratch is not None else ():
+            assert scratch is not None
+            if await run_bounded(partial(retarget, pointer, scratch)):
+                reason = f"{pointer.path} named {pointer.before.strip()}, which does not exist: {pointer.words}"
+                self._events.write(EventKind.DECISION, action="repair", reason=reason)
 
     async def _examine(self, one: CommandCheckpoint, older: CommandCheckpoint | None, wait: Wait) -> Verification:
         """Compare a checkpoint with its seal. Without a seal, it is damaged if the framework's rules show it, or if a

@@ -5,7 +5,7 @@ symbolic link `last.ckpt`) is changed to name an older one.
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,8 @@ from trainer.protocol.run_dir import RunDir
 
 _POINTER_NAMES = re.compile(r"(latest|last|newest)", re.IGNORECASE)
 """Prefixes in the names of files that name the newest checkpoint."""
+_COUNTS_CHECKPOINTS = re.compile(r"checkpoint|ckpt", re.IGNORECASE)
+"""Words in the names of files whose number is that of a checkpoint."""
 _LARGEST_POINTER = 4096
 
 
@@ -130,6 +132,33 @@ def _pointer(path: Path, one: CommandCheckpoint, instead: CommandCheckpoint | No
         return None
     after = _replace_name(before, one, instead)
     return None if after is None else Pointer(path=str(path), before=before, after=after, link=path.is_symlink())
+
+
+def stale_pointers(newest: CommandCheckpoint, config: CommandCheckpointsConfig) -> list[Pointer]:
+    """Return the files that name a checkpoint that does not exist, and must name `newest`. Raises OSError."""
+    names = os.listdir(newest.path.parent)
+    steps = {config.parse_step(name) for name in names}
+    found = [_stale(newest.path.parent / name, newest, steps, config) for name in names]
+    return [pointer for pointer in found if pointer is not None]
+
+
+def _stale(
+    path: Path, newest: CommandCheckpoint, steps: Collection[int | None], config: CommandCheckpointsConfig
+) -> Pointer | None:  # fmt: skip
+    if not _POINTER_NAMES.match(path.name) or (before := _content(path)) is None:
+        return None
+    target = before.strip()
+    name = target.rpartition("/")[2]
+    named: int | None
+    if target.isascii() and target.isdigit():
+        named, new = int(target), str(int(find_digits(newest.path.name, newest.step)))
+        if not _COUNTS_CHECKPOINTS.search(path.name):  # it may be the program's own step
+            return None
+    else:
+        named, new = config.parse_step(name), f"{target.removesuffix(name)}{newest.path.name}"
+    if named is None or named in steps:
+        return None
+    return Pointer(path=str(path), before=before, after=before.replace(target, new), link=path.is_symlink())
 
 
 def _content(path: Path) -> str | None:

@@ -255,7 +255,7 @@ def test_torch_writes_an_empty_file_for_a_rank_that_has_nothing_to_write(tmp_pat
     assert torn.damage == "is damaged: __0_0.distcp is empty"
     (tmp_path / "checkpoint-10" / ".metadata").unlink()
     unknown, _ = assess_damage(find(tmp_path, CONFIG)[0])
-    assert unknown.damage == ""
+    assert unknown.damage == "is damaged: .metadata is missing beside __0_0.distcp"
 
 
 def test_a_rank_may_have_nothing_for_a_file_that_other_ranks_fill(tmp_path):

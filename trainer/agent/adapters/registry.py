@@ -26,6 +26,7 @@ class Row(NamedTuple):
 ROWS = (
     Row("hf", ("transformers.trainer",)),
     Row("lightning", ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")),
+    Row("accelerate", ("accelerate.accelerator",)),
     Row("deepspeed", ("deepspeed.runtime.engine",)),
     Row("plain", ("torch.serialization",)),
 )

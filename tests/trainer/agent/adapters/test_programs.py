@@ -37,6 +37,7 @@ class Program:
 
 PROGRAMS = {
     "hf": Program("hf.py", "transformers"),
+    "accelerate": Program("accelerate_program.py", "accelerate"),
     "deepspeed": Program("deepspeed_program.py", "deepspeed"),
     "lightning": Program("lightning_program.py", "lightning", nodes=1, ranks=2),
 }

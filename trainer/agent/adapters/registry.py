@@ -28,6 +28,7 @@ ROWS = (
     Row("lightning", ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")),
     Row("accelerate", ("accelerate.accelerator",)),
     Row("deepspeed", ("deepspeed.runtime.engine",)),
+    Row("dcp", ("torch.distributed.checkpoint.state_dict_saver",)),
     Row("plain", ("torch.serialization",)),
 )
 """Adapters by priority: a Trainer uses Accelerate, which uses torch, and only the first of them answers requests."""

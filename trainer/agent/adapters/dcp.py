@@ -1,0 +1,127 @@
+"""torch.distributed.checkpoint: folders of `.distcp` files and `.metadata`, as torchtitan and FSDP2 loops write them.
+
+`.metadata` is written last and names every file. It is a pickle, of which only strings and numbers are read here.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickletools
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer.agent.adapters.host import AdapterHost
+
+_METADATA = ".metadata"
+_LAST_NUMBER = re.compile(r"(\d+)(?!.*\d)", re.ASCII)
+_LARGEST = 64 << 20
+_FIELDS = ("relative_path", "offset", "length")
+"""Fields of `_StorageInfo`, in the order in which torch pickles them."""
+
+
+def _number(name: str) -> int:
+    found = _LAST_NUMBER.search(name)
+    return int(found[1][:18]) if found else -1
+
+
+def install(module: Any, host: AdapterHost) -> None:
+    """Report saves. `module` is `torch.distributed.checkpoint.state_dict_saver`.
+
+    An asynchronous save ends in another thread, so only the part that blocks the program is reported.
+    """
+    for name in ("save", "async_save"):
+        setattr(module, name, _report_calls(getattr(module, name), name == "save", host))
+
+
+def _report_calls(save: Any, is_whole: bool, host: AdapterHost) -> Any:
+    enter = host.guard(lambda: host.leads and host.rank.enter("checkpoint"))
+    leave = host.guard(lambda: host.leads and host.rank.leave("checkpoint"))
+
+    def report(path: Any) -> None:
+        if host.leads and is_whole and isinstance(path, (str, os.PathLike)):
+            place = os.path.abspath(os.fspath(path))
+            host.rank.saved(_number(os.path.basename(place)), place)
+
+    saved = host.guard(report)
+
+    @functools.wraps(save)
+    def save_and_report(*args: Any, **kwargs: Any) -> Any:
+        enter()
+        try:
+            result = save(*args, **kwargs)
+        finally:
+            leave()
+        saved(kwargs.get("checkpoint_id"))
+        return result
+
+    return save_and_report
+
+
+def checkpoints(folder: str) -> list[tuple[int, str]]:
+    """Return folders with a number in their names and torch's files, lowest step first. Raises OSError."""
+    found = []
+    for entry in os.scandir(folder):
+        if entry.is_dir() and _number(entry.name) >= 0:
+            names = os.listdir(entry.path)
+            if _METADATA in names or any(name.endswith(".distcp") for name in names):
+                found.append((_number(entry.name), entry.path))
+    return sorted(found)
+
+
+def damage(path: str) -> str:
+    """Return why a checkpoint is incomplete, or "" if it is complete. Raises OSError."""
+    place = os.path.join(path, _METADATA)
+    if not os.path.isfile(place):
+        return f"lacks {_METADATA}"
+    if os.path.getsize(place) > _LARGEST:
+        return ""
+    with open(place, "rb") as stream:
+        data = stream.read()
+    try:
+        ends = list(_read_ends(data))
+    except (ValueError, IndexError, KeyError) as error:
+        return f"{_METADATA} is unreadable: {type(error).__name__}"
+    if not ends:
+        return f"{_METADATA} names no files"
+    for name, end in sorted(ends):
+        file = os.path.join(path, name)
+        if not os.path.isfile(file):
+            return f"lacks {name}"
+        if os.path.getsize(file) < end:
+            return f"{name} has {os.path.getsize(file)} of {end} bytes"
+    return ""
+
+
+def _read_ends(data: bytes) -> Iterator[tuple[str, int]]:
+    """Yield file names, and for each the end of a part in bytes. Raises ValueError and others for a torn pickle."""
+    atoms = list(_read_atoms(data))
+    for at, atom in enumerate(atoms[:-5]):
+        if atom == _FIELDS[0] and (atoms[at + 2], atoms[at + 4]) == _FIELDS[1:]:
+            name, offset, length = atoms[at + 1], atoms[at + 3], atoms[at + 5]
+            if isinstance(name, str) and isinstance(offset, int) and isinstance(length, int):
+                yield name, offset + length
+
+
+def _read_atoms(data: bytes) -> Iterator[str | int]:
+    """Yield the strings and numbers of a pickle in order, without creating its objects."""
+    memo: dict[int, str | int | None] = {}
+    last: str | int | None = None
+    for opcode, argument, _ in pickletools.genops(data):
+        name = opcode.name
+        if name == "MEMOIZE":
+            memo[len(memo)] = last
+        elif name in ("BINPUT", "LONG_BINPUT"):
+            memo[argument] = last
+        else:
+            is_atom = "UNICODE" in name or ("INT" in name and type(argument) is int) or name == "LONG1"
+            last = memo[argument] if name in ("BINGET", "LONG_BINGET") else argument if is_atom else None
+            if last is not None:
+                yield last
+
+
+def resume(path: str) -> tuple[dict[str, str], list[str]]:
+    """Return the variable that a program may read; torchtitan loads the newest folder by itself."""
+    return ({"ORCH_RESUME_PATH": path} if path else {}), []

@@ -90,7 +90,7 @@ def _hook_saves(accelerator: Any, loop: Loop, host: AdapterHost) -> None:
     def report(self: Any, asked: Any, path: Any) -> None:
         if host.leads:
             host.lead()
-            host.rank.saved(loop.base + loop.steps, os.path.abspath(os.fspath(path)))
+            host.saved(loop.base + loop.steps, os.path.abspath(os.fspath(path)))
             if loop.note_save(self, asked or path):
                 host.answer_requests()
 

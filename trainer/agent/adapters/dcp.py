@@ -43,7 +43,7 @@ def _report_calls(save: Any, is_whole: bool, host: AdapterHost) -> Any:
     def report(path: Any) -> None:
         if host.leads and is_whole and isinstance(path, (str, os.PathLike)):
             place = os.path.abspath(os.fspath(path))
-            host.rank.saved(_number(os.path.basename(place)), place)
+            host.saved(_number(os.path.basename(place)), place)
 
     saved = host.guard(report)
 
@@ -110,14 +110,14 @@ def _read_atoms(data: bytes) -> Iterator[str | int]:
     memo: dict[int, str | int | None] = {}
     last: str | int | None = None
     for opcode, argument, _ in pickletools.genops(data):
-        name = opcode.name
+        name, at = opcode.name, argument if type(argument) is int else -1
         if name == "MEMOIZE":
             memo[len(memo)] = last
         elif name in ("BINPUT", "LONG_BINPUT"):
-            memo[argument] = last
+            memo[at] = last
         else:
-            is_atom = "UNICODE" in name or ("INT" in name and type(argument) is int) or name == "LONG1"
-            last = memo[argument] if name in ("BINGET", "LONG_BINGET") else argument if is_atom else None
+            is_atom = "UNICODE" in name or ("INT" in name and at >= 0) or name == "LONG1"
+            last = memo.get(at) if name in ("BINGET", "LONG_BINGET") else argument if is_atom else None
             if last is not None:
                 yield last
 

@@ -94,7 +94,7 @@ def _hook_save(engine: Any, habits: dict[int, Habit], host: AdapterHost) -> None
         if host.leads:
             host.lead()
             step, name = self.global_steps, tag or f"global_step{self.global_steps}"
-            host.rank.saved(step, os.path.abspath(os.path.join(os.fspath(folder), str(name))))
+            host.saved(step, os.path.abspath(os.path.join(os.fspath(folder), str(name))))
             _note_habit(habits, host, self, Habit(os.fspath(folder), None if tag is None else str(tag), state, step))
 
     saved = host.guard(report)

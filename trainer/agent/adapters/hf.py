@@ -112,7 +112,7 @@ def _callback_class(base: Any, host: AdapterHost) -> Any:
         @host.guard
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             step = state.global_step
-            host.rank.saved(step, os.path.abspath(os.path.join(args.output_dir, f"checkpoint-{step}")))
+            host.saved(step, os.path.abspath(os.path.join(args.output_dir, f"checkpoint-{step}")))
             if self.reason > SAVE_AND_GO_ON:
                 host.leave()  # otherwise the program would evaluate, and save the model as if it were trained
 

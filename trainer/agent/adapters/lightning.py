@@ -76,7 +76,7 @@ def _report_saves(trainer: Any, host: AdapterHost) -> None:
     def report(self: Any, path: Any, complete: bool) -> None:
         host.rank.leave("checkpoint")
         if complete:
-            host.rank.saved(self.global_step, os.path.abspath(os.fspath(path)))
+            host.saved(self.global_step, os.path.abspath(os.fspath(path)))
 
     end = host.guard(report)
 

@@ -40,7 +40,7 @@ def install(module: Any, host: AdapterHost) -> None:
     def note(target: Any) -> None:
         if host.leads and isinstance(target, (str, os.PathLike)):
             path = os.fspath(target)
-            host.rank.saved(_step(os.path.basename(path)), os.path.abspath(path))
+            host.saved(_step(os.path.basename(path)), os.path.abspath(path))
 
     report = host.guard(note)
     module.save = save_and_report

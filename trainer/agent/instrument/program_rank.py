@@ -131,22 +131,22 @@ class ProgramRank:
             self._cell.enter(self._slow[-1] if self._slow else _layout.FORWARD)
 
     @_safely
-    def saved(self, step: int, path: str) -> None:
-        """Report a finished checkpoint."""
+    def saved(self, step: int, path: str, framework: str = "") -> None:
+        """Report a finished checkpoint. `framework` is the adapter that saw the save; others may just be imported."""
         self._cell.update(saved_step=max(int(step), self._cell.read_saved_step()))
-        self._append_save(step, path, "")
+        self._append_save(step, path, "", framework)
 
     @_safely
     def save_failed(self, step: int, path: str, reason: str) -> None:
         """Report a checkpoint that could not be written."""
         self._append_save(step, path, reason or "failed")
 
-    def _append_save(self, step: int, path: str, failed: str) -> None:
+    def _append_save(self, step: int, path: str, failed: str, framework: str = "") -> None:
         place = os.environ.get("ORCH_SAVED")
         if not place:
             return
         row = {"rank": _world_rank(), "generation": _generation(), "step": int(step), "path": os.path.abspath(path),
-               "failed": failed, "frameworks": self._cell.frameworks, "time": time.time()}  # fmt: skip
+               "failed": failed, "frameworks": framework or self._cell.frameworks, "time": time.time()}  # fmt: skip
         descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             os.write(descriptor, (json.dumps(row) + "\n").encode(errors="backslashreplace"))

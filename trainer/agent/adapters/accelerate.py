@@ -38,6 +38,7 @@ class Loop:
     def __init__(self) -> None:
         self.steps = self.seen = 0  # optimizer steps, and those at the last end of the loop's body
         self.base = 0  # step that the program has resumed from
+        self.saved = -1  # optimizer steps at the newest save
         self.accelerator: Any = None
         self.name = ""  # a path of a checkpoint whose number is the step
         self.optimizer: Any = None
@@ -48,7 +49,7 @@ class Loop:
 
     def note_save(self, accelerator: Any, path: Any) -> bool:
         """Return whether a checkpoint for another step can be made like this one."""
-        self.accelerator = accelerator
+        self.accelerator, self.saved = accelerator, self.steps
         if accelerator.project_configuration.automatic_checkpoint_naming:
             self.name = ""
             return any(map(self._counts_steps, accelerator._custom_objects))
@@ -62,14 +63,18 @@ class Loop:
         return any(type(value) is int and value == self.base + self.steps for value in values)
 
     def save(self) -> None:
-        """Save the state after the newest step, on all ranks."""
+        """Save the state after the newest step on all ranks, unless the program has just saved it.
+
+        A folder proves nothing: a faster rank may have made it.
+        """
+        if self.saved == self.steps:
+            return
         if not self.name:
             self.accelerator.save_state()
             return
         folder, name = os.path.split(self.name)
         path = os.path.join(folder, _LAST_NUMBER.sub(str(self.base + self.steps), name))
-        if not os.path.isdir(path):  # otherwise the program has just saved this step
-            self.accelerator.save_state(path)
+        self.accelerator.save_state(path)
 
 
 def install(module: Any, host: AdapterHost) -> None:

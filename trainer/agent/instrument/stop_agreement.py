@@ -25,8 +25,8 @@ POLL_SECONDS = 0.2
 """Seconds between readings of the cell."""
 VOTE_SECONDS = 20.0
 """Seconds for all ranks to name a step once all of them have the request."""
-LEAVE_SECONDS = 30.0
-"""Seconds that a rank waits for the other ranks' saves before it exits."""
+LEAVE_SECONDS, GONE_SECONDS = 1800.0, 5.0
+"""Seconds that a rank waits for the other ranks' saves before it exits, and that rank 0 then waits for their exits."""
 
 
 class Round:
@@ -191,5 +191,6 @@ def _leave(store: Any, name: str, rank: int, world: int) -> None:
         time.sleep(POLL_SECONDS / 4)
     if rank:
         store.add(f"{name}/gone", 1)
+    until = time.monotonic() + GONE_SECONDS
     while not rank and store.add(f"{name}/gone", 0) < world - 1 and time.monotonic() < until:
         time.sleep(POLL_SECONDS / 4)

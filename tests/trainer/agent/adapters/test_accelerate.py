@@ -68,3 +68,15 @@ def test_automatic_names_need_a_counter_in_the_checkpoint() -> None:
     assert not loop.note_save(_program(automatic=True), None)
     assert not loop.note_save(_program({"epoch": 1}, automatic=True), None)
     assert loop.note_save(_program({"epoch": 1}, {"done": 20}, automatic=True), None)
+
+
+def test_a_rank_saves_although_a_faster_one_has_made_the_folder(tmp_path: Path) -> None:
+    loop, program, saves = accelerate.Loop(), _program(), list[str]()
+    program.save_state = saves.append
+    loop.steps = 20
+    assert loop.note_save(program, str(tmp_path / "step_20"))
+    loop.save()  # the program has just saved this step
+    loop.steps = 27
+    (tmp_path / "step_27").mkdir()
+    loop.save()
+    assert saves == [str(tmp_path / "step_27")]

@@ -80,14 +80,14 @@ def test_a_program_saves_on_request_and_resumes_there(job: Callable[..., LocalJo
     work.wait(60)
     assert work.outcome().result is AttemptResult.STOPPED, work.story()
     found = adapter.checkpoints(str(out))
-    assert [adapter.damage(path) for _, path in found] == ["", ""]
-    assert found[0][0] == int(saved.split()[-1])
-    step, newest = found[1]
+    assert {adapter.damage(path) for _, path in found} == {""}
+    assert found[-2][0] == int(saved.split()[-1])
+    step, newest = found[-1]
     ended = max(int(event.data["step"] or 0) for event in work.events(EventKind.GENERATION_ENDED))
     assert ended in (0, step)
     again = start("second", step + 3, ORCH_RESUME_PATH=newest)
     assert set(again.wait(120)) == {0}, again.story()
-    assert f"final {step + 3} " in again.attempt.rank_log(0).read_text() + " "
+    assert f"final {step + 3} " in again.attempt.rank_log(0).read_text().replace("\n", " ")
 
 
 def _trained(work: LocalJob) -> bool:

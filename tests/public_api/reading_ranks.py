@@ -57,11 +57,14 @@ def build(kind: str, rank: int, world: int) -> Any:
 
         return StatefulDataLoader(Numbers(), shuffle=True, **options)
     import datasets
+    import pyarrow
     from datasets.distributed import split_dataset_by_node
 
+    # The fingerprint spares `datasets` from pickling the table, which some of its versions cannot.
+    rows = datasets.Dataset(pyarrow.table({"id": list(range(SAMPLES))}), fingerprint="numbers")
     if kind == "hf":
-        return DataLoader(datasets.Dataset.from_dict({"id": list(range(SAMPLES))}), shuffle=True, **options)
-    rows = datasets.Dataset.from_dict({"id": list(range(SAMPLES))}).to_iterable_dataset(num_shards=4)
+        return DataLoader(rows, shuffle=True, **options)
+    rows = rows.to_iterable_dataset(num_shards=4)
     return DataLoader(split_dataset_by_node(rows.shuffle(seed=3, buffer_size=20), rank, world), **options)
 
 

@@ -37,7 +37,7 @@ class SampleOrder:
     def __init__(self, loader: "DataLoader[Any]", seed: int, shuffle: bool | None) -> None:
         """Raise WorkloadError for a sampler that has already split the samples between ranks."""
         inner = loader.batch_sampler
-        by_batch = inner is not None and type(inner) is not BatchSampler
+        by_batch = inner is not None and not _cuts_batches(inner)
         sampler: Any = inner if by_batch else inner.sampler if isinstance(inner, BatchSampler) else loader.sampler
         self.batch_size = 1 if by_batch or inner is None else int(inner.batch_size)  # type: ignore[attr-defined]
         self.yields_batches = by_batch
@@ -95,6 +95,12 @@ class SampleOrder:
             if not self._list[1]:
                 raise WorkloadError(f"orch.batches: {type(self._sampler).__name__} yields nothing in epoch {epoch}")
         return self._list[1]
+
+
+def _cuts_batches(sampler: Any) -> bool:
+    """Return whether a batch sampler only cuts another sampler's order into batches, as torch's and torchdata's do."""
+    known = type(sampler).__module__.partition(".")[0] in ("torch", "torchdata")
+    return isinstance(sampler, BatchSampler) and known
 
 
 def _shuffles(sampler: Any) -> bool | None:

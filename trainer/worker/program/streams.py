@@ -87,11 +87,11 @@ class SharedStream(IterableDataset[Any]):
             epoch, skip = epoch + 1, 0
 
     def _epoch(self, epoch: int, skip: int, number: int | None) -> Iterator[tuple[int, Any]]:
-        dataset = self._dataset
+        seeks = skip > 0 and can_seek(self._dataset)
+        dataset = self._dataset.skip(skip) if seeks else self._dataset
         if callable(set_epoch := getattr(dataset, "set_epoch", None)):
-            set_epoch(epoch)
-        seeks = skip > 0 and can_seek(dataset)
-        stream = iter(dataset.skip(skip) if seeks else dataset)
+            set_epoch(epoch)  # the rest that `skip` returns may have forgotten it
+        stream = iter(dataset)
         for _ in range(0 if seeks else skip):
             next(stream, None)
         index = skip

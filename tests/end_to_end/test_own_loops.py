@@ -130,6 +130,8 @@ def test_every_fault_ends_with_the_same_bits(
     assert result(user, name) == calm
     attempts = user.show(run)["attempts"]
     assert len(attempts) == 1 + (fault in (kill_node, preempt))
+    refused = any('"checkpoint.refused"' in path.read_text() for path in user.run_dir(run).path.rglob("ranks-*.jsonl"))
+    assert refused == (fault is damage_newest)
     if fault is preempt:  # the save before the end loses no step
         assert committed(user, run)[before:]
         assert attempts[1]["generation_list"][0]["resumed_from"] == attempts[0]["last_step"]

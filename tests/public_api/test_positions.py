@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 import orch
-from tests.public_api.reading_ranks import BATCH, SAMPLES, Numbers, read_batches
+from tests.public_api.reading_ranks import BATCH, SAMPLES, Numbers, Stream, read_batches
 from tests.warm_programs import WarmPrograms
 from trainer.worker.workload import WorkloadError
 
@@ -74,6 +76,32 @@ def test_epochs_of_a_loop_continue_where_the_last_one_ended() -> None:
     assert [len(epoch) for epoch in epochs] == [110, 100]
     assert [index for epoch in epochs for index in epoch] == [index % SAMPLES for index in range(210)]
     assert data.epoch == 2
+
+
+class Seeking(Stream):
+    """A stream whose rest begins anew at epoch 0, like those of `datasets`."""
+
+    first = 0
+
+    def skip(self, count: int) -> Stream:
+        rest = Seeking()
+        rest.first = count
+        return rest
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(super().__iter__(), self.first, None)
+
+
+def test_a_stream_that_can_seek_continues_in_its_epoch() -> None:
+    def read(batches: int, state: dict[str, Any] | None = None) -> tuple[list[Any], dict[str, Any]]:
+        data = orch.batches(DataLoader(Seeking(), batch_size=4))
+        data.load_state_dict(state or data.state_dict())
+        return [next(data)["id"].tolist() for _ in range(batches)], data.state_dict()
+
+    whole, _ = read(60)
+    for first in (10, 40):
+        rest, _ = read(60 - first, read(first)[1])
+        assert rest == whole[first:]
 
 
 def test_a_custom_sampler_keeps_its_order_and_repeats_it() -> None:

@@ -39,12 +39,17 @@ class CheckpointPlace:
 
 
 def read_saves(attempts: Iterable[AttemptDir]) -> list[ProgramSave]:
-    """Return the successful saves that the ranks of these attempts have reported, oldest first."""
+    """Return the successful saves that the ranks of these attempts have reported, oldest first.
+
+    Checkpoints in the run's folder are those of `orch.checkpointer`, which verifies and deletes them itself.
+    """
     found: list[ProgramSave] = []
     for attempt in attempts:
+        own = attempt.run.checkpoints
         for path in sorted(attempt.outcomes.glob("saves-node-*.jsonl")):
             with suppress(OSError):
-                found += _parse(read_tail(path, _TAIL))
+                saves = _parse(read_tail(path, _TAIL))
+                found += [save for save in saves if not Path(save.path).is_relative_to(own)]
     return sorted(found, key=lambda save: save.time)
 
 

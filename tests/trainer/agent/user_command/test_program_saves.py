@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.agent.user_command.command_attempt import Attempt, names
-from trainer.agent.user_command.program_saves import ProgramSave, locate
+from trainer.agent.user_command.program_saves import ProgramSave, locate, read_saves
 from trainer.protocol.events import EventKind
 
 HF = "torch,hf,plain"
@@ -60,6 +60,15 @@ def test_a_folder_that_is_not_configured_is_watched_once_the_program_has_saved(t
     second = Attempt(tmp_path, 2, path="")
     asyncio.run(second.program.start_generation(1))
     assert second.program.resume == str(out / "checkpoint-10")
+
+
+def test_checkpoints_in_the_runs_folder_are_not_the_programs_own(tmp_path: Path) -> None:
+    attempt = Attempt(tmp_path, 1, path="")
+    for step in (20, 40):
+        report(attempt, step, attempt.dir.run.checkpoints / f"step-{step:08d}.001-60872058", "torch")
+    assert read_saves([attempt.dir]) == []
+    report(attempt, 60, tmp_path / "step_60.pt", "torch")
+    assert [save.step for save in read_saves([attempt.dir])] == [60]
 
 
 def test_a_frameworks_rules_refuse_a_checkpoint_before_the_start(tmp_path: Path, out: Path) -> None:

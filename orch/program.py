@@ -39,7 +39,7 @@ SAVE_AND_GO_ON = 1
 _CELLS, _RESUME = "ORCH_CELLS", "ORCH_RESUME_PATH"
 _WRITER = "orch_program_rank"
 """Module that owns this rank's progress cell. The start-up module and the adapters share it."""
-_VOTE_SECONDS, _MOST_CALLS = 0.25, 1000
+_VOTE_SECONDS, _MOST_CALLS = 0.25, 10
 _WARN_SECONDS = 60.0
 
 
@@ -56,8 +56,8 @@ def should_save() -> bool:
 
     Every rank must call it equally often, and all get the same answer in the same call. A call starts an all-reduce of
     three numbers on a gloo group of its own, and the next call reads it. So a request is served one call late, and
-    training does not wait for it. With fast steps the ranks agree only four times a second. Without
-    `torch.distributed`, each rank decides for itself.
+    training does not wait for it. With steps of milliseconds, only every tenth call votes. Without `torch.distributed`,
+    each rank decides for itself.
     """
     return _program().should_save()
 

@@ -1,6 +1,7 @@
 """Calls of `orch` in a training loop of a program's own: without an agent, and its checkpoints on real ranks."""
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ import pytest
 
 from tests.public_api import loop_ranks
 from tests.warm_programs import WarmPrograms
+from trainer.protocol.rank_progress.program_record import ProgramFlags
+from trainer.protocol.rank_progress.progress import StopReason
 
 ROOT = Path(__file__).resolve().parents[2]
 LOOP = "tests.public_api.loop_ranks"
@@ -40,6 +43,23 @@ def test_without_an_agent_the_calls_do_nothing(tmp_path: Path, python: str) -> N
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["False"] * 4, "")
+
+
+@pytest.mark.multi
+def test_requests_that_reach_the_ranks_at_different_calls_are_served_at_the_same_one(
+    programs: WarmPrograms, tmp_path: Path
+) -> None:
+    save, stop = int(StopReason.SAVE_AND_GO_ON), int(StopReason.PREEMPTION)
+    asked: list[list[tuple[int, int]]] = [[(3, save), (35, stop)], [(30, save)]]
+    shared = {"world": 2, "store": str(tmp_path / "store")}
+    rows = [[json.dumps({**shared, "rank": rank, "asked": each})] for rank, each in enumerate(asked)]
+    first, second = programs.results("tests.public_api.asking_ranks", rows)
+    assert first == second
+    early, *_, last = first["saves"]
+    assert 3 < early < 30
+    assert 35 < last == first["stop"] == first["step"] == first["saved"]
+    assert first["loss"] == 0.5
+    assert first["flags"] & ProgramFlags.ANSWERS
 
 
 @pytest.mark.multi

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
@@ -41,6 +43,9 @@ def build(kind: str) -> nn.Module:
     model = nn.Sequential(nn.Linear(8, 6), nn.Dropout(0.2), nn.Linear(6, 8))
     if kind == "ddp":
         return DistributedDataParallel(model)
+    if kind == "tp":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     for layer in (model[0], model[2], model):
         fully_shard(layer)
     return model
@@ -56,10 +61,14 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
     model = build(case["kind"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-    data = orch.batches(DataLoader(Samples(), batch_size=BATCH, shuffle=True, num_workers=case.get("workers", 0)))
+    place = (0, 1) if case["kind"] == "tp" else None
+    loader = DataLoader(Samples(), batch_size=BATCH, shuffle=True, num_workers=case.get("workers", 0))
+    data = orch.batches(loader, data_parallel=place)
     extra = {"data": data, "schedule": schedule, "seen": (seen := {"count": 0})}
     rows = []
-    with orch.checkpointer(model, optimizer, extra, folder=case["folder"], every=EVERY) as checkpoints:
+    with orch.checkpointer(
+        model, optimizer, extra, folder=case["folder"], every=case.get("every", EVERY), data_parallel=place
+    ) as checkpoints:
         first = step = checkpoints.restore()
         while step < case["steps"]:
             ids, x = next(data)
@@ -76,7 +85,15 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
             if step == case.get("dies"):
                 checkpoints.wait()
                 os.kill(os.getpid(), signal.SIGKILL)
-    return {"first": first, "digest": digest(model), "rows": rows, "seen": seen["count"], "stopped": orch.should_stop()}
+        committed = checkpoints.committed_step
+    return {
+        "committed": committed,
+        "first": first,
+        "digest": digest(model),
+        "rows": rows,
+        "seen": seen["count"],
+        "stopped": orch.should_stop(),
+    }
 
 
 def main() -> None:

@@ -76,6 +76,19 @@ def test_a_killed_loop_ends_with_the_same_bits_as_an_undisturbed_one(programs: W
 
 
 @pytest.mark.multi
+def test_tensor_parallel_ranks_read_the_same_samples_and_auto_saves_by_itself(
+    programs: WarmPrograms, tmp_path: Path
+) -> None:
+    first = programs.results(LOOP, loop_ranks.ranks(tmp_path, 2, 1, kind="tp", steps=30, every="auto"))
+    assert first[0]["rows"] == first[1]["rows"]
+    saved = first[0]["committed"]
+    assert saved >= 10
+    assert first[1]["committed"] == saved
+    again = programs.results(LOOP, loop_ranks.ranks(tmp_path, 1, 2, kind="ddp", steps=saved))
+    assert [one["first"] for one in again] == [saved]
+
+
+@pytest.mark.multi
 def test_checkpoints_fit_another_number_of_ranks_and_other_wrappers(programs: WarmPrograms, tmp_path: Path) -> None:
     first = programs.results(LOOP, loop_ranks.ranks(tmp_path, 3, 1, kind="ddp", steps=4))
     second = programs.results(LOOP, loop_ranks.ranks(tmp_path, 2, 2, kind="fsdp", steps=4))

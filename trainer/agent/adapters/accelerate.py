@@ -20,11 +20,9 @@ SAVE_AND_GO_ON = 1
 
 _LAST_NUMBER = re.compile(r"(\d+)(?!.*\d)", re.ASCII)
 _RANDOM = re.compile(r"random_states_(\d+)\.pkl", re.ASCII)
-_MODELS = re.compile(
-    r"(model|pytorch_model)(_\d+)?(\.safetensors|\.bin)|pytorch_model(_fsdp)?(_\d+)?(\.bin)?", re.ASCII
-)
-_OPTIMIZERS = re.compile(r"optimizer(_\d+)?(\.bin)?|pytorch_model(_\d+)?", re.ASCII)
-"""Files of DDP, folders of FSDP shards, and DeepSpeed's folder, which has the optimizer too."""
+_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth)", re.ASCII)
+_OTHERS = re.compile(r"(optimizer|scheduler|scaler|sampler|dl_state_dict).*", re.ASCII)
+"""Files of `save_state` that are no weights. Hooks of the program (diffusers) give weights names of their own."""
 
 
 def _number(name: str) -> int:
@@ -174,9 +172,12 @@ def checkpoints(folder: str) -> list[tuple[int, str]]:
 def damage(path: str) -> str:
     """Return why a checkpoint is incomplete, or "" if it is complete. Raises OSError."""
     names = os.listdir(path)
-    if not any(map(_MODELS.fullmatch, names)) and "model.safetensors.index.json" not in names:
+    has_weights = any(_WEIGHTS.fullmatch(name) and not _OTHERS.fullmatch(name) for name in names)
+    has_parts = any(os.path.isdir(os.path.join(path, name)) for name in names)
+    if not has_weights and not has_parts:
         return "has no weights"
-    if not any(map(_OPTIMIZERS.fullmatch, names)):
+    # A schedule has an optimizer; a program without one may keep its optimizer to itself.
+    if "scheduler.bin" in names and not has_parts and not any(name.startswith("optimizer") for name in names):
         return "lacks optimizer.bin"
     ranks = {int(match[1]) for match in map(_RANDOM.fullmatch, names) if match}
     missing = sorted(set(range(max(ranks, default=0) + 1)) - ranks)

@@ -161,6 +161,7 @@ def damage(path: str) -> str:
     if not models:
         return "lacks mp_rank_00_model_states.pt"
     ranks = max((_count_ranks(os.path.join(path, match[0])) for match in models), default=0)
+    ranks = ranks if _has_files_of_all(ranks, path) else 0
     for matches, needed in ((optimizers, bool(optimizers)), (models, models[0]["data"] is not None)):
         if needed and (missing := _find_missing(matches, ranks)):
             return f"lacks {missing}"
@@ -181,6 +182,18 @@ def _find_missing(matches: list[re.Match[str]], ranks: int) -> str:
     name = matches[0][0]
     data_at, model_at = matches[0].span("data"), matches[0].span("model")
     return f"{name[: data_at[0]]}{place[0]}{name[data_at[1] : model_at[0]]}{place[1]:02d}{name[model_at[1] :]}"
+
+
+def _has_files_of_all(ranks: int, path: str) -> bool:
+    """Return whether another checkpoint beside this one has an optimizer file of the last rank.
+
+    With MiCS, or with storage that each node has for itself, no checkpoint has the files of all ranks.
+    """
+    for _, other in checkpoints(os.path.dirname(os.path.abspath(path))):
+        matches = map(_OPTIMIZER.fullmatch, os.listdir(other))
+        if other != os.path.abspath(path) and any(match and int(match["data"]) == ranks - 1 for match in matches):
+            return True
+    return False
 
 
 def _count_ranks(path: str) -> int:

@@ -16,10 +16,9 @@ SAVE_AND_GO_ON = 1
 
 _NAME = re.compile(r"checkpoint-(\d+)", re.ASCII)
 _STATE, _SENTINEL = "trainer_state.json", "checkpoint-is-incomplete.txt"
-_WEIGHTS = (
-    "model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin",
-    "pytorch_model_fsdp.bin",
-)  # fmt: skip
+_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth)", re.ASCII)
+_OTHERS = re.compile(r"(optimizer|scheduler|scaler|rng_state|training_args).*", re.ASCII)
+"""Files of a Trainer that are no weights. Subclasses give their weights names of their own."""
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _RANDOM = re.compile(r"rng_state_(\d+)\.pth", re.ASCII)
 
@@ -166,7 +165,9 @@ def _weights(path: str, names: set[str]) -> str:
         if missing:
             return f"lacks {missing[0]}, which {index} names"
         return ""
-    return "" if names.intersection(_WEIGHTS) or _is_sharded(names) else "has no weights"
+    has_weights = any(_WEIGHTS.fullmatch(name) and not _OTHERS.fullmatch(name) for name in names)
+    has_parts = any(os.path.isdir(os.path.join(path, name)) for name in names)  # shards, or several adapters of PEFT
+    return "" if has_weights or has_parts else "has no weights"
 
 
 def _optimizer(path: str, names: set[str]) -> str:

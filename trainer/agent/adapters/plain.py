@@ -65,7 +65,7 @@ def checkpoints(folder: str) -> list[tuple[int, str]]:
 def damage(path: str) -> str:
     """Return why the path is not a checkpoint; a program's own format has no other rules."""
     if os.path.isdir(path):
-        return "" if any(os.scandir(path)) else "is an empty folder"
+        return "" if os.listdir(path) else "is an empty folder"
     return "" if os.path.getsize(path) else "is empty"
 
 

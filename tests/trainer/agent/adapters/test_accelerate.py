@@ -40,6 +40,15 @@ def test_folders_of_fsdp_shards_are_complete(tmp_path: Path) -> None:
     assert ACCELERATE.damage(str(tmp_path)) == ""
 
 
+@pytest.mark.parametrize("name", ["unet", "pytorch_lora_weights.safetensors"])
+def test_weights_that_a_hook_of_the_program_saves(write_folder: Callable[[str], Path], name: str) -> None:
+    """The training scripts of diffusers do so."""
+    checkpoint = write_folder("accelerate") / "step_130"
+    (checkpoint / "model.safetensors").unlink()
+    (checkpoint / name).mkdir() if name == "unet" else (checkpoint / name).write_bytes(b"x")
+    assert ACCELERATE.damage(str(checkpoint)) == ""
+
+
 def _program(*registered: dict[str, object], automatic: bool = False) -> SimpleNamespace:
     objects = [SimpleNamespace(state_dict=lambda state=state: state) for state in registered]
     configuration = SimpleNamespace(automatic_checkpoint_naming=automatic)

@@ -34,6 +34,14 @@ def test_a_missing_model_file_is_damage(write_folder: Callable[[str], Path]) -> 
     assert DS.damage(str(checkpoint)) == "lacks mp_rank_00_model_states.pt"
 
 
+def test_a_layout_without_the_files_of_all_ranks_is_complete(write_folder: Callable[[str], Path]) -> None:
+    """MiCS, or a disk of each node: no checkpoint has them."""
+    folder = write_folder("deepspeed")
+    for checkpoint in ("global_step50", "global_step100"):
+        (folder / checkpoint / OPTIMIZER.format(1)).unlink()
+    assert [DS.damage(path) for _, path in DS.checkpoints(str(folder))] == ["", ""]
+
+
 def test_stage_3_has_one_model_file_per_rank(tmp_path: Path) -> None:
     for rank in range(3):
         (tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt").write_bytes(b"x")

@@ -36,6 +36,15 @@ def test_a_missing_file_is_damage(write_folder: Callable[[str], Path], name: str
     assert HF.damage(str(checkpoint)) == reason
 
 
+@pytest.mark.parametrize("name", ["adapter-a", "mm_projector.bin", "pytorch_model.bin"])
+def test_weights_with_other_names(write_folder: Callable[[str], Path], name: str) -> None:
+    """Several adapters of PEFT are folders, and subclasses of Trainer save under names of their own."""
+    checkpoint = write_folder("hf") / "checkpoint-6"
+    (checkpoint / "model.safetensors").unlink()
+    (checkpoint / name).mkdir() if "." not in name else (checkpoint / name).write_bytes(b"x")
+    assert HF.damage(str(checkpoint)) == ""
+
+
 def test_random_states_of_all_ranks_missing(write_folder: Callable[[str], Path]) -> None:
     checkpoint = write_folder("hf") / "checkpoint-6"
     for path in checkpoint.glob("rng_state_*"):

@@ -84,3 +84,25 @@ def choose(frameworks: str) -> str:
     """Return the adapter for the frameworks that a program has imported, separated by commas; plain for others."""
     found = {word.strip() for word in frameworks.split(",")}
     return next((row.name for row in ROWS if row.name in found), "plain")
+
+
+def find_damage(name: str, path: str) -> str:
+    """Return why a checkpoint is incomplete by its framework's rules, or "" if it is complete. Raises OSError.
+
+    The folders in it follow their own rules: a Trainer or Accelerate keeps FSDP or DeepSpeed shards there.
+    """
+    reason = load(name).damage(path)
+    if reason or not os.path.isdir(path):
+        return reason
+    for entry in sorted(os.listdir(path)):
+        inner = os.path.join(path, entry)
+        part = _choose_for_shards(os.listdir(inner)) if os.path.isdir(inner) else ""
+        if part and (reason := load(part).damage(inner)):
+            return f"{entry} {reason}"
+    return ""
+
+
+def _choose_for_shards(names: list[str]) -> str:
+    if any(name.endswith(".distcp") for name in names):
+        return "dcp"
+    return "deepspeed" if any(name.endswith(("_model_states.pt", "_optim_states.pt")) for name in names) else ""

@@ -40,14 +40,14 @@ def apply_rules(adapter: str, found: list[CommandCheckpoint], most: int = 4) -> 
     """Return the checkpoints, with the newest `most` of them judged by the rules of the program's framework."""
     if adapter in ("", PLAIN):
         return found
-    return [_apply_rules(registry.load(adapter), one) for one in found[:most]] + found[most:]
+    return [_apply_rules(adapter, one) for one in found[:most]] + found[most:]
 
 
-def _apply_rules(adapter: registry.Adapter, one: CommandCheckpoint) -> CommandCheckpoint:
+def _apply_rules(adapter: str, one: CommandCheckpoint) -> CommandCheckpoint:
     if one.damage and not one.lacking:
         return one
     try:
-        reason = adapter.damage(str(one.path))
+        reason = registry.find_damage(adapter, str(one.path))
     except OSError:  # it proves nothing about the bytes
         return one
     damage = legible(f"is incomplete: {reason}") if reason else ""

@@ -2,7 +2,9 @@
 
 import ast
 import inspect
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -52,3 +54,20 @@ def test_files_of_programs_that_use_torch_save(tmp_path: Path) -> None:
     ]  # fmt: skip
     (tmp_path / "model_step_30.pt").write_bytes(b"")
     assert plain.damage(str(tmp_path / "model_step_30.pt")) == "is empty"
+
+
+def test_shards_in_a_trainer_checkpoint_follow_their_own_rules(write_folder: Callable[[str], Path]) -> None:
+    checkpoint = write_folder("hf") / "checkpoint-6"
+    shards = checkpoint / "global_step6"
+    (write_folder("deepspeed") / "global_step50").rename(shards)
+    for name in ("optimizer.pt", "model.safetensors"):
+        (checkpoint / name).unlink()
+    assert registry.find_damage("hf", str(checkpoint)) == ""
+    (shards / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
+    missing = "global_step6 lacks zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    assert registry.find_damage("hf", str(checkpoint)) == missing
+    fsdp = checkpoint / "optimizer_0"
+    fsdp.mkdir()
+    (fsdp / "__0_0.distcp").write_bytes(b"x")
+    shutil.rmtree(shards)
+    assert registry.find_damage("hf", str(checkpoint)) == "optimizer_0 lacks .metadata"

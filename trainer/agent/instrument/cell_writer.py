@@ -18,12 +18,18 @@ PHASES = {
     "eval": 8, "evaluation": 8, "done": 9,
 }  # fmt: skip
 DATA, FORWARD, BACKWARD, OPTIMIZER, EVAL = 3, 4, 5, 6, 8
-INSTRUMENTED, DISABLED, ANSWERS = 1, 2, 4
+INSTRUMENTED, DISABLED, ANSWERS, KNOWS_LOSS = 1, 2, 4, 16
 """Flags of the program record."""
 
+TIMED_STEPS = 8
+"""Steps of which one is timed. Its CPU time stands for all of them."""
+_LONG = 100_000_000
+"""Nanoseconds of a phase that is timed in any step."""
+
 _STEP, _PHASE, _COLLECTIVE, _STEP_AT, _PHASE_AT, _MOVED_AT = 1, 2, 3, 5, 6, 7
-_WHOLE = {"step": _STEP, "collective": _COLLECTIVE, "saved_step": 10, "total_steps": 11, "restored_step": 12}
-_REAL = {"loss": 8, "grad_norm": 9, "save_seconds": 13, "step_seconds": 14}
+_WHOLE = {"step": _STEP, "saved_step": 10, "total_steps": 11, "restored_step": 12}
+_STEP_SECONDS = 14
+_REAL = {"loss": 8, "grad_norm": 9, "save_seconds": 13, "step_seconds": _STEP_SECONDS}
 """Positions of fields, in words of 8 bytes. The word of the phase holds the generation in its upper half."""
 _STOP, _STOP_AT = struct.Struct("<IId"), 256
 _TICK, _WORK, _TIMES, _ROW = 336 // 8, 384 // 8, 512 // 4, 160 // 4
@@ -56,11 +62,11 @@ class CellWriter:
         view = memoryview(self._map)
         self._words, self._floats = view.cast("q"), view.cast("d")
         self._counts, self._ranks = view.cast("I"), view.cast("i")
-        self.warm, self.phase, self._generation = False, 0, 0
+        self.warm, self.timed, self.phase, self._generation = False, False, 0, 0
         self._pid = self._flags = 0
         self._frameworks: list[str] = []
         self._sequence = self._words[0] + self._words[0] % 2
-        self._phase_at = 0
+        self._phase_at = self._cpu_at = 0
 
     # -- the program record
 
@@ -112,39 +118,73 @@ class CellWriter:
     # -- the progress
 
     def enter(self, phase: int, changes: dict[str, float] | None = None) -> None:
-        """Enter a phase, and record the duration of the one before once `warm`."""
+        """Enter a phase. Record the duration of the one before if it was long, and in every eighth step."""
+        words = self._words
+        if self._counts[_PID] != self._pid:
+            return
         at = time.monotonic_ns()
-        if self.warm and phase != self.phase and self.is_owner():
-            self._record_duration(at - self._phase_at)
+        if phase != self.phase and (self.timed or at - self._phase_at > _LONG):
+            self._record_duration(at)
         self.phase, self._phase_at = phase, at
-        self._write(changes, at)
+        words[0] = self._sequence + 1
+        words[_PHASE], words[_PHASE_AT], words[_MOVED_AT] = phase | self._generation, at, at
+        if changes:
+            self._set(changes, at)
+        words[0] = self._sequence = self._sequence + 2
+
+    def record_step(self, number: int, before: int) -> int:
+        """Record a step that an optimizer has finished, and the seconds since the one at `before`. Return the time."""
+        words, at = self._words, time.monotonic_ns()
+        if self.timed or at - self._phase_at > _LONG:
+            self._record_duration(at)
+        self.phase, self._phase_at = FORWARD, at
+        words[0] = self._sequence + 1
+        words[_STEP] = words[_WORK] = number
+        words[_STEP_AT] = words[_PHASE_AT] = words[_MOVED_AT] = at
+        words[_PHASE] = FORWARD | self._generation
+        self._floats[_STEP_SECONDS] = (at - before) * 1e-9
+        words[0] = self._sequence = self._sequence + 2
+        return at
+
+    def begin_timing(self, step: int) -> None:
+        """Start the times of the step after `step`. The clock of the CPU costs microseconds, so most have none."""
+        self.warm, self.timed = True, step % TIMED_STEPS == 0
+        if self.timed:
+            self._cpu_at = time.thread_time_ns()
+
+    def _record_duration(self, at: int) -> None:
+        """Count the duration of a phase, and add its CPU time to the rank's own work (data, forward, backward,
+        optimizer). The rest of its time may have been spent waiting for peers.
+        """
+        if self.warm:
+            self._counts[_TIMES + _ROW * self.phase + bucket((at - self._phase_at) * 1e-9)] += 1
+        if self.timed:
+            cpu = time.thread_time_ns()
+            if DATA <= self.phase <= OPTIMIZER:
+                self._words[_WORK + 1 + self.phase - DATA] += TIMED_STEPS * max(0, cpu - self._cpu_at)
+            self._cpu_at = cpu
 
     def update(self, **changes: float) -> None:
         """Change fields of the reading, and record movement."""
-        self._write(changes, time.monotonic_ns())
+        if self._counts[_PID] == self._pid:
+            at, words = time.monotonic_ns(), self._words
+            words[0] = self._sequence + 1
+            words[_MOVED_AT] = at
+            self._set(changes, at)
+            words[0] = self._sequence = self._sequence + 2
 
-    def _record_duration(self, taken: int) -> None:
-        """Count the duration of a phase, and add it to the rank's own work (data, forward, backward, optimizer)."""
-        self._counts[_TIMES + _ROW * self.phase + bucket(taken * 1e-9)] += 1
-        if DATA <= self.phase <= OPTIMIZER:
-            self._words[_WORK + 1 + self.phase - DATA] += taken
-
-    def _write(self, changes: dict[str, float] | None, at: int) -> None:
-        words, sequence = self._words, self._sequence
-        if self._counts[_PID] != self._pid:
-            return
-        words[0] = sequence + 1
-        words[_PHASE], words[_PHASE_AT], words[_MOVED_AT] = self.phase | self._generation, self._phase_at, at
-        if changes:
-            for name, value in changes.items():
-                if name in _WHOLE:
-                    words[_WHOLE[name]] = int(value)
-                else:
-                    self._floats[_REAL[name]] = value
-            if "step" in changes:
-                words[_STEP_AT] = at
-                words[_WORK] = words[_STEP]
-        words[0] = self._sequence = sequence + 2
+    def _set(self, changes: dict[str, float], at: int) -> None:
+        words = self._words
+        for name, value in changes.items():
+            if name in _WHOLE:
+                words[_WHOLE[name]] = int(value)
+            else:
+                self._floats[_REAL[name]] = value
+        if "loss" in changes and not self._flags & KNOWS_LOSS:
+            self.add_flags(KNOWS_LOSS)
+        if "step" in changes:
+            words[_STEP_AT] = at
+            words[_WORK] = words[_STEP]
 
     def read_step(self) -> int:
         return self._words[_STEP]
@@ -152,9 +192,10 @@ class CellWriter:
     def read_saved_step(self) -> int:
         return self._words[_WHOLE["saved_step"]]
 
-    def tick(self) -> None:
-        """Record that Python's lock is available."""
+    def tick(self, collective: int = 0) -> None:
+        """Record that Python's lock is available, and the number of collectives started so far."""
         if self.is_owner():
+            self._words[_COLLECTIVE] = collective
             self._words[_TICK] = time.monotonic_ns()
 
     def read_stop_request(self) -> tuple[int, float]:

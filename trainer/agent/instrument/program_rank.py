@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any, TypeVar, cast
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
@@ -49,10 +50,8 @@ def _safely(method: Method) -> Method:
             return None
         try:
             return method(self, *args, **kwargs)
-        except Exception as error:  # outermost edge: the program goes on
-            if _hook.is_from_signal_handler(error):
-                raise
-            self.report_error(f"{type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001  # outermost edge: the program goes on
+            self._end_after(error)
             return None
 
     return cast(Method, safe)
@@ -66,7 +65,7 @@ class ProgramRank:
         self._cell, self.local_rank = cell, local_rank
         self.disabled, self._own_count = False, False
         self.steps = self._stepped_at = 0
-        self.thread = threading.get_ident()
+        self.thread = get_ident()
         """Thread that trains; others change no phase."""
         self._slow: list[int] = []
         self.count_collectives: Callable[[], int] = lambda: 0
@@ -90,16 +89,17 @@ class ProgramRank:
         if not self._cell.is_owner() and not self._regain():
             return
         now = time.monotonic_ns()
-        changes["step"], changes["collective"] = number, self.count_collectives()
+        changes["step"] = number
         if self._stepped_at:
             changes["step_seconds"] = (now - self._stepped_at) * 1e-9
-            self._cell.warm = True
         else:
             changes.setdefault("restored_step", max(0, number - 1))
             threading.Thread(target=self._tick, name="orch-progress", daemon=True).start()
-        self.steps, self._stepped_at, self.thread = number, now, threading.get_ident()
+        self.steps, self._stepped_at, self.thread = number, now, get_ident()
         self._slow.clear()
         self._cell.enter(_layout.FORWARD, changes)
+        if "step_seconds" in changes:
+            self._cell.begin_timing(number)
 
     def _regain(self) -> bool:
         """Take the cell back from a child that claimed it before this process trained. Otherwise write nothing more."""
@@ -178,24 +178,45 @@ class ProgramRank:
         except Exception:  # noqa: BLE001  # outermost edge: there is no other place to report it
             return
 
+    def _end_after(self, error: Exception) -> None:
+        """Report an internal error. Raises it again if a signal handler of the program has raised it."""
+        if _hook.is_from_signal_handler(error):
+            raise error
+        self.report_error(f"{type(error).__name__}: {error}")
+
     # -- calls of torch's hooks
 
-    @_safely
     def optimizer_step(self, number: int) -> None:
         """Report a step that an optimizer hook has counted. Programs that count their steps override it."""
-        if self._own_count or number <= self.steps:
-            self.move_to(_layout.OPTIMIZER)
-        else:
-            self._record(number, {})
-
-    def move_to(self, phase: int) -> None:
-        """Enter a phase of a step, or only record movement during a slow phase and on other threads."""
         if self.disabled:
             return
-        if self._slow or threading.get_ident() != self.thread:
-            self._cell.update()
-        elif phase != self._cell.phase:
-            self._cell.enter(phase)
+        if self._own_count or number <= self.steps:
+            self.move_to(_layout.OPTIMIZER)
+        elif not self._stepped_at or not self._cell.is_owner():
+            self._record(number, {})
+        else:
+            self._stepped_at = self._cell.record_step(number, self._stepped_at)
+            self._cell.begin_timing(number)
+            self.steps, self.thread = number, get_ident()
+            if self._slow:
+                self._slow.clear()
+
+    def move_to(self, phase: int) -> None:
+        """Enter a phase of a step, or only record movement during a slow phase and on other threads. Never raises.
+
+        A backward pass ends an evaluation.
+        """
+        if self.disabled:
+            return
+        try:
+            if self._slow and phase == _layout.BACKWARD and self._slow[-1] == _layout.EVAL:
+                self._slow.pop()
+            if self._slow or get_ident() != self.thread:
+                self._cell.update()
+            elif phase != self._cell.phase:
+                self._cell.enter(phase)
+        except Exception as error:  # noqa: BLE001  # outermost edge: the program goes on
+            self._end_after(error)
 
     @_safely
     def set_rank(self, rank: int) -> None:
@@ -207,8 +228,12 @@ class ProgramRank:
 
     def _tick(self) -> None:
         while not self.disabled:
-            self._cell.tick()
+            self._tick_once()
             time.sleep(_TICK_SECONDS)
+
+    @_safely
+    def _tick_once(self) -> None:
+        self._cell.tick(self.count_collectives())
 
 
 _current: ProgramRank | None = None

@@ -13,6 +13,7 @@ import functools
 import os
 import signal
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -79,25 +80,22 @@ def _install_adapter(registry: Any, name: str, module: Any) -> None:
     program.when_claimed(install_adapter)
 
 
-def _observe(original: Callable[..., Any], before: Callable[[Any], None], after: Callable[[Any], None]) -> Any:
-    """Return the function between two observers of the rank."""
+def _observe(original: Callable[..., Any], during: int, after: int) -> Any:
+    """Return the function, reported as the phase `during`."""
     is_compiling, know = _is_compiling(), program.known
-    before, after = hook.guard(before), hook.guard(after)
 
     @functools.wraps(original)
-    def call_between(*args: Any, **kwargs: Any) -> Any:
-        if is_compiling():
-            return original(*args, **kwargs)
-        rank = know()
+    def call_in_phase(*args: Any, **kwargs: Any) -> Any:
+        rank = None if is_compiling() else know()
         if rank is None:
             return original(*args, **kwargs)
-        before(rank)
+        rank.move_to(during)
         try:
             return original(*args, **kwargs)
         finally:
-            after(rank)
+            rank.move_to(after)
 
-    return call_between
+    return call_in_phase
 
 
 def _is_compiling() -> Callable[[], bool]:
@@ -112,30 +110,37 @@ class StepCounter:
     """Steps of a program, from the steps of its optimizers.
 
     A GAN, alternating policies, parameter groups and optimizers for single parameters step several optimizers per step
-    of the program. The one that steps most often counts.
+    of the program. The one that steps most often counts. An optimizer that replaces a deleted one continues its count.
     """
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
-        self._most = 0
-
-    def before(self) -> None:
-        rank = program.known()
-        if rank is not None:
-            rank.move_to(layout.OPTIMIZER)
+        self._references: dict[int, weakref.ref[Any]] = {}
+        self._most = self._ended = 0
 
     def after(self, optimizer: Any) -> None:
         key = id(optimizer)
         count = self._counts.get(key)
-        count = _finished_steps(optimizer) if count is None else count + 1
+        count = self._start(optimizer) if count is None else count + 1
         self._counts[key] = count
         if count <= self._most:
             return
         self._most = count
         rank = program.known() or program.join(-1)
         if rank is not None:
-            groups.refresh()
+            if count % layout.TIMED_STEPS == 1:
+                groups.refresh()
             rank.optimizer_step(count)
+
+    def _start(self, optimizer: Any) -> int:
+        """Return the count of an optimizer after its first step here."""
+        key = id(optimizer)
+        self._references[key] = weakref.ref(optimizer, lambda _: self._end(key))
+        return max(_finished_steps(optimizer), self._ended + 1)
+
+    def _end(self, key: int) -> None:
+        self._references.pop(key, None)
+        self._ended = max(self._ended, self._counts.pop(key, 0))
 
 
 def _finished_steps(optimizer: Any) -> int:
@@ -150,12 +155,12 @@ def _finished_steps(optimizer: Any) -> int:
 
 
 def _count_steps(module: Any) -> None:
-    counter, is_compiling = StepCounter(), _is_compiling()
-    before, after = hook.guard(counter.before), hook.guard(counter.after)
+    is_compiling, know, after = _is_compiling(), program.known, hook.guard(StepCounter().after)
 
     def begin_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not is_compiling():
-            before()
+        rank = None if is_compiling() else know()
+        if rank is not None:
+            rank.move_to(layout.OPTIMIZER)
 
     def end_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         if not is_compiling():
@@ -171,17 +176,11 @@ def _count_steps(module: Any) -> None:
 def _report_data(module: Any) -> None:
     """Report the time that the program waits for the next batch."""
     iterator = module._BaseDataLoaderIter
-    iterator.__next__ = _observe(
-        iterator.__next__, lambda rank: rank.move_to(layout.DATA), lambda rank: rank.move_to(layout.FORWARD)
-    )
+    iterator.__next__ = _observe(iterator.__next__, layout.DATA, layout.FORWARD)
 
 
 def _report_backward(module: Any) -> None:
-    def begin(rank: Any) -> None:
-        rank.leave("eval")
-        rank.move_to(layout.BACKWARD)
-
-    module.backward = _observe(module.backward, begin, lambda rank: rank.move_to(layout.FORWARD))
+    module.backward = _observe(module.backward, layout.BACKWARD, layout.FORWARD)
 
 
 def _report_evaluation(module: Any) -> None:

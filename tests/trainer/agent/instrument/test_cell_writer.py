@@ -18,7 +18,7 @@ def test_writer_and_reader_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     _write_readings(monkeypatch, writer, lambda: writer.claim(os.getpid(), 5, 3))
     _write_readings(monkeypatch, theirs, lambda: theirs.update(generation=3, phase=Phase.INIT))
     work = slice(384, 424)
-    assert ours.work() == Work(steps=7, sections=(70_000_000,) * 4)
+    assert ours.work() == Work(steps=7, sections=(8 * 30_000_000,) * 4)
     theirs._map[work] = ours._map[work]
     assert ours._map[:3072] == theirs._map[:3072]
     assert ours.read() == theirs.read()
@@ -30,19 +30,25 @@ def test_writer_and_reader_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     writer.add_flags(ProgramFlags.ANSWERS)
     writer.disable("é" * 300)
     assert ours.program() == ProgramRecord(
-        pid=os.getpid(), flags=ProgramFlags(7), rank=5, frameworks=("torch", "lightning"), error="é" * 255
+        pid=os.getpid(), flags=ProgramFlags(7 | 16), rank=5, frameworks=("torch", "lightning"), error="é" * 255
     )
 
 
 def _write_readings(monkeypatch: pytest.MonkeyPatch, cell: Any, begin: Callable[[], None]) -> None:
     ticks = iter(range(5_000_000_000, 6_000_000_000, 70_000_000))
+    cpu = iter(range(0, 1_000_000_000, 30_000_000))
     monkeypatch.setattr("time.monotonic_ns", lambda: next(ticks))
+    monkeypatch.setattr("time.thread_time_ns", lambda: next(cpu))
     begin()
-    cell.update(step=7, restored_step=6, loss=1.5, saved_step=4, total_steps=90, step_seconds=0.25, collective=40)
+    cell.update(step=7, restored_step=6, loss=1.5, saved_step=4, total_steps=90, step_seconds=0.25)
     if isinstance(cell, ProgressCell):
+        cell._now.collective = 40
         cell.start_timing()
     else:
-        cell.warm = True
+        cell.begin_timing(8)
     for phase in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.CHECKPOINT, Phase.EVAL):
         cell.enter(phase)
-    cell.tick()
+    if isinstance(cell, ProgressCell):
+        cell.tick()
+    else:
+        cell.tick(40)

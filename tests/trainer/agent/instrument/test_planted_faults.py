@@ -102,8 +102,10 @@ print(os.wait()[1])
     "threads": Fault(
         code="""
 import threading
+kept = []
 def train():
     own = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    kept.append(own)
     for _ in range(300):
         own.step()
 threads = [threading.Thread(target=train) for _ in range(8)]

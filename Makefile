@@ -80,6 +80,7 @@ bench: $(DEV)  ## times beside their limits; only numbers of a quiet machine cou
 	$(BIN)/python -m benchmarks.checkpoint
 	$(BIN)/python -m benchmarks.recovery
 	$(BIN)/python -m benchmarks.training
+	$(BIN)/python -m benchmarks.instrumentation
 
 wheel: $(DEV)  ## build dist/*.whl
 	$(BIN)/python -m build --wheel --outdir dist .

@@ -17,15 +17,16 @@ from tests.end_to_end.user import User
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(900)]
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_fsdp2.py"
-NODES = ["cluster.nodes=2", "cluster.ranks_per_node=1"]
 STEPS = 400
 
 
-def submit(user: User, name: str, *settings: str, steps: int = STEPS) -> str:
+def submit(user: User, name: str, *, nodes: int = 2, steps: int = STEPS) -> str:
+    """Submit the example with two ranks."""
     shutil.copy(EXAMPLE, user.folder)
     (user.folder / name).mkdir()
     words = json.dumps([sys.executable, str(user.folder / EXAMPLE.name), str(user.folder / name), str(steps)])
-    shape = [*NODES, "recovery.backoff=0.2", "detection.hang.least=10", f"name={name}"]
+    shape = [f"cluster.nodes={nodes}", f"cluster.ranks_per_node={2 // nodes}", f"name={name}"]
+    settings = ["recovery.backoff=0.2", "detection.hang.least=10"]
     return str(user.submit("torchrun-script", f"command={words}", *shape, *settings)["run"])
 
 
@@ -101,7 +102,7 @@ def undisturbed(user: User, bits: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_killed_rank_costs_no_bit_and_its_checkpoints_are_those_of_a_workload(user: User) -> None:
-    run = submit(user, "killed", steps=300)
+    run = submit(user, "killed", nodes=1, steps=300)
     train_a_while(user, run)
     assert user.ask("save", run)["step"] > 20
     kill_rank(user, run)

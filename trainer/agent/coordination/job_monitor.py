@@ -143,7 +143,9 @@ class JobMonitor:
         self._generation, self._hang_detector = generation, self._new_hang_detector(generation)
         cluster, straggler = self._config.cluster, self._config.detection.straggler
         nodes = [member.name for member in self._roster.training_members() for _ in range(cluster.ranks_per_node)]
-        known = straggler.on and len(nodes) == cluster.world_size
+        # On GPUs, a program's CPU time includes its waits for the GPU, and so for its peers.
+        measured = not (self._config.command and cluster.gpus_per_node)
+        known = straggler.on and measured and len(nodes) == cluster.world_size
         alike = partial(self._config.parallel.locate_work, cluster.world_size)
         self._work_windows = WorkWindows(cluster.world_size, alike, nodes, straggler) if known else None
         machines = {member.name: member.machine for member in self._roster.training_members()}

@@ -390,4 +390,4 @@ def _lost_message(channels: Sequence[MessageChannel]) -> Finding:
 
 def _nothing(records: Records) -> Finding:
     silent = f"; {ranks_text(sorted(records.silent))} did not answer" if records.silent else ""
-    return Finding(kind="none", reason=f"no rank waits inside a collective{silent}")
+    return Finding(kind="none", reason=f"no rank waits inside a collective{silent}", idle=not records.silent)

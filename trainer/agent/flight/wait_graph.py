@@ -187,6 +187,7 @@ class Finding:
     queued: bool = False  # the culprits have called it, but their GPUs have not reached it
     culprits: tuple[BlockingRank, ...] = ()  # one entry per root
     chain: str = ""  # from the end of the longest wait chain to its root
+    idle: bool = False  # all ranks answered, and none is in a collective or waits for a message
 
     @property
     def on_host(self) -> bool:

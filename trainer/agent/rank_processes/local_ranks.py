@@ -77,6 +77,11 @@ class LocalRank:
             self.last = reading
         return self.last
 
+    def knows_loss(self) -> bool:
+        """Return whether the loss in the cell is the rank's. A user's program may not report one."""
+        program = self.cell.program()
+        return self.has_stepped() and (program is None or ProgramFlags.KNOWS_LOSS in program.flags)
+
     def has_stepped(self) -> bool:
         return self.last.step > self.last.restored_step
 
@@ -158,7 +163,7 @@ class LocalRanks:
             generation=self.generation,
             step=slowest.step,
             phase=slowest.phase.name.lower(),
-            loss=first.loss if first_rank.has_stepped() else None,
+            loss=first.loss if first_rank.knows_loss() else None,
             saved=max(reading.saved_step for _, reading in readings),
             total=max(reading.total_steps for _, reading in readings),
             restored=max(reading.restored_step for _, reading in readings),

@@ -148,12 +148,17 @@ def judge(
 
 
 def with_witnesses(
-    judgement: HangJudgement, seen: Sequence[RankSample], finding: Finding | None, ras: Mapping[int, RasRow]
+    judgement: HangJudgement,
+    seen: Sequence[RankSample],
+    finding: Finding | None,
+    ras: Mapping[int, RasRow],
+    *,
+    most: float,
 ) -> HangJudgement:
     """Return the judgement on a user's program: a hang only if enough witnesses agree."""
     if judgement.verdict is not HangVerdict.HUNG:
         return judgement
-    weighed = weigh(judgement.culprit, seen, finding, ras)
+    weighed = weigh(judgement.culprit, seen, finding, ras, most=most)
     if not weighed.enough:
         return fine(f"{judgement.reason}; not declared a hang: {weighed.reason}")
     words = tuple(f"{one.witness}: {one.words}" for one in weighed.testimonies)
@@ -420,7 +425,9 @@ class HangDetector:
             on_gpus=self._on_gpus,
         )
         ras = query.ras if query is not None and finding is not None else {}
-        return with_witnesses(judgement, seen, finding, ras) if self._program else judgement
+        if not self._program:
+            return judgement
+        return with_witnesses(judgement, seen, finding, ras, most=self._config.most)
 
     def _finding(self, seen: list[RankSample], now: float) -> Finding | None:
         query = self._query

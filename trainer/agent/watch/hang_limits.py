@@ -179,6 +179,9 @@ class Limits:
         longest = 0.0 if one.program is None else one.program.longest
         seconds = max(PROGRAM_SLOW * config.slow, min(config.most, config.factor * usual), LEARNED * longest)
         words = f"the {format_seconds(seconds)} that a program may take between two steps"
+        if one.state == "D":
+            seconds = max(seconds, config.most)
+            return Allowed(seconds, f"the {format_seconds(seconds)} that a program may wait for a disk")
         if one.program is not None and one.program.loop:
             return Allowed(seconds, f"{words}, all in {one.program.loop}")
         if one.lock > LOCK_HELD_SECONDS:

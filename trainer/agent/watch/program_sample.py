@@ -14,7 +14,7 @@ class ProgramSample:
     """Facts about one rank that orch's own workloads need not show."""
 
     flags: int = 0  # `ProgramFlags` of its start-up module; 0: none has reported
-    longest: float = 0.0  # longest time between two writes of its cell in this generation, after its first step
+    longest: float = 0.0  # longest time between two writes of its cell in this generation
     log_age: float = 0.0  # seconds since it printed; 0: never
     log_gap: float = 0.0  # usual longest pause between two prints; 0: unknown
     loop: str = ""  # function in which all of its newest stacks are; "" if they differ or are unknown

@@ -15,6 +15,8 @@ _AFTER, _EVERY = 0.25, 0.04
 """Seconds without a step after which a rank's stacks are compared, and between two dumps, as shares of
 `detection.hang.slow`: 30 s and 5 s by default.
 """
+_BEFORE_FIRST = 0.5
+"""Share of a pause before the first step that counts: RL programs repeat it, others only prepare their data once."""
 _MOST_STACKS = 1 << 20
 
 Rhythm = Callable[[int], tuple[float, float]]
@@ -31,6 +33,7 @@ class _Observed:
     """Observations of one rank."""
 
     moved_at: int = 0
+    stepped: bool = False
     longest: float = 0.0
     asked: float = 0.0  # time of the newest request for stacks
     search: LoopSearch = field(default_factory=LoopSearch)
@@ -59,9 +62,10 @@ class ProgramWatch:
         record, observed = local.cell.program(), self._observed.setdefault(local.rank, _Observed())
         moved_at = local.last.moved_at
         if moved_at != observed.moved_at:
-            if observed.moved_at and local.has_stepped():
-                observed.longest = max(observed.longest, (moved_at - observed.moved_at) * 1e-9)
-            observed.moved_at = moved_at
+            share = 1.0 if observed.stepped else _BEFORE_FIRST
+            if observed.moved_at:
+                observed.longest = max(observed.longest, share * (moved_at - observed.moved_at) * 1e-9)
+            observed.moved_at, observed.stepped = moved_at, local.has_stepped()
         printed, gap = self._rhythm(local.rank)
         return ProgramSample(
             flags=0 if record is None else int(record.flags),

@@ -53,11 +53,14 @@ class Weighed:
 
 
 def weigh(
-    culprit: int | None, seen: Sequence[RankSample], finding: Finding | None, ras: Mapping[int, RasRow] = _NO_RAS
-) -> Weighed:
-    """Return which witnesses agree that `culprit` stopped first or, if it is None, that all ranks wait together."""
+    culprit: int | None, seen: Sequence[RankSample], finding: Finding | None, ras: Mapping[int, RasRow] = _NO_RAS,
+    *, most: float = 3600.0,
+) -> Weighed:  # fmt: skip
+    """Return which witnesses agree that `culprit` stopped first or, if it is None, that all ranks wait together.
+    `most` is `detection.hang.most`, after which ranks that wait for nothing count as hung too.
+    """
     live = [one for one in seen if not one.ended]
-    found = tuple(_testify(culprit, live, finding, ras))
+    found = tuple(_testify(culprit, live, finding, ras, most))
     agree = [one for one in found if one.agrees]
     against = [one for one in found if one.agrees is False]
     if against:
@@ -70,14 +73,16 @@ def weigh(
 
 
 def _testify(
-    culprit: int | None, live: Sequence[RankSample], finding: Finding | None, ras: Mapping[int, RasRow]
+    culprit: int | None, live: Sequence[RankSample], finding: Finding | None, ras: Mapping[int, RasRow], most: float
 ) -> Iterator[Testimony]:
     suspects = [one for one in live if culprit is None or one.rank == culprit]
     if not suspects:
         return
     yield _cell(suspects)
     yield _process(suspects)
-    if finding is not None:
+    if finding is not None and finding.idle and len(live) > 1:
+        yield from _nobody_waits(suspects, finding, most)
+    elif finding is not None:
         yield _flight(culprit, finding, {one.rank for one in live})
     if culprit is not None:
         yield from _stacks(suspects[0])
@@ -141,6 +146,12 @@ def _log(suspect: RankSample) -> Iterator[Testimony]:
     # A stopped process does not print; its output may still have been in the pipe.
     elif program.log_age < suspect.age - _RHYTHM and suspect.state not in HALTED:
         yield Testimony(witness=Witness.LOG, agrees=False, words=f"it printed {silence} ago")
+
+
+def _nobody_waits(suspects: Sequence[RankSample], finding: Finding, most: float) -> Iterator[Testimony]:
+    """Yield that no rank waits for another: all of them wait for something else, such as a server of an RL program."""
+    if not any(one.state in HALTED for one in suspects) and min(one.age for one in suspects) < most:
+        yield Testimony(witness=Witness.FLIGHT, agrees=False, words=finding.reason)
 
 
 def _flight(culprit: int | None, finding: Finding, live: set[int]) -> Testimony:

@@ -17,6 +17,7 @@ class ProgramFlags(IntFlag):
     INSTRUMENTED = 1  # it has found torch and reports steps
     DISABLED = 2  # an internal error has disabled it
     ANSWERS = 4  # the program reads stop requests itself, saves and exits
+    KNOWS_LOSS = 16  # the loss in the cell is the program's
 
 
 def is_instrumented(flags: int) -> bool:

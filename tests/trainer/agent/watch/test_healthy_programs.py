@@ -16,7 +16,10 @@ from trainer.protocol.config_sections.fault_detection_config import HangConfig
 from trainer.protocol.messages import agents
 
 RANKS = range(4)
-TICK = 4.0
+TICK = 2.0
+SCALE = 0.1
+"""All limits and durations are a tenth of what is written here, which a test has the time for."""
+FAST = {"slow": 120.0 * SCALE, "most": 3600.0 * SCALE}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +34,7 @@ class Part:
     fields: tuple[tuple[str, Any], ...] = ()  # of the samples of the working ranks
 
 
-TRAINING = Part(seconds=60, moves=True, busy=True)
+TRAINING = Part(seconds=200, moves=True, busy=True)
 OTHERS = (1, 2, 3)
 
 
@@ -40,14 +43,14 @@ class Program:
 
     def __init__(self, **config: Any) -> None:
         self.now, self.roster = 1000.0, make_roster(2)
-        self.watch = HangDetector(HangConfig(**config), self.roster, 1, self.now, world=4, program=True)
+        self.watch = HangDetector(HangConfig(**{**FAST, **config}), self.roster, 1, self.now, world=4, program=True)
         self.moved = self.lived = self.printed = self.now
         self.longest, self.stepped, self.part = 0.0, False, TRAINING
 
     def play(self, parts: Sequence[Part]) -> Incident | None:
         for part in parts:
             self.part = part
-            for _ in range(int(part.seconds / TICK)):
+            for _ in range(int(part.seconds * SCALE / TICK)):
                 self._tick(part)
                 if self.watch.incident is not None:
                     return self.watch.incident
@@ -130,13 +133,13 @@ def test_a_slow_but_healthy_program_is_left_alone(parts: list[Part]) -> None:
 
 
 HUNG = {
-    "asleep while the others wait": (alone(400), 300, 330),
-    "in one loop": (alone(400, busy=True, fields=(("loop", "spin (train.py)"),)), 300, 330),
-    "the lock is held": (alone(400, busy=True, fields=(("lock", 200.0),)), 300, 330),
-    "busy for more than an hour": (alone(4000, busy=True), 3600, 3640),
-    "stopped": (alone(60, fields=(("state", "T"),)), 3, 15),
-    "all in one collective": (Part(seconds=400, waiting=tuple(RANKS)), 300, 330),
-    "nobody waits for anybody": (Part(seconds=4000), 3600, 3640),
+    "asleep while the others wait": (alone(500), 300, 360),
+    "in one loop": (alone(500, busy=True, fields=(("loop", "spin (train.py)"),)), 300, 360),
+    "the lock is held": (alone(500, busy=True, fields=(("lock", 200.0),)), 300, 360),
+    "busy for more than an hour": (alone(5000, busy=True), 3600, 3700),
+    "stopped": (alone(200, fields=(("state", "T"),)), 30, 80),
+    "all in one collective": (Part(seconds=500, waiting=tuple(RANKS)), 300, 360),
+    "nobody waits for anybody": (Part(seconds=5000), 3600, 3700),
 }
 
 
@@ -146,7 +149,7 @@ def test_the_same_standstill_without_a_reason_is_a_hang(part: Part, least: float
     assert program.play([TRAINING]) is None
     incident = program.play([part])
     assert incident is not None
-    assert least <= incident.began - program.moved <= most, incident.judgement.reason
+    assert SCALE * least <= incident.began - program.moved <= SCALE * most, incident.judgement.reason
     assert incident.judgement.culprit == (0 if len(part.waiting) < len(RANKS) else None)
 
 
@@ -155,4 +158,4 @@ def test_a_program_that_was_slow_before_is_given_three_times_as_long() -> None:
     assert program.play([TRAINING, alone(600, busy=True), TRAINING]) is None
     incident = program.play([alone(3000)])
     assert incident is not None
-    assert 1800 <= incident.began - program.moved <= 1840
+    assert SCALE * 1800 <= incident.began - program.moved <= SCALE * 1900

@@ -3,7 +3,7 @@
 import asyncio
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -121,6 +121,11 @@ def write_verdict(bundle: Path, incident: Incident, seen: list[RankSample], *, w
     write_durably(bundle / "verdict.json", shown.encode(errors="backslashreplace"))
 
 
+def _own_work(rank: int) -> tuple[int, ...]:
+    """Return a place that no other rank has."""
+    return (rank,)
+
+
 _SETTLED = 0.5
 """Seconds to wait after the first failed exit; by then most others have followed and written flight records."""
 
@@ -146,7 +151,9 @@ class JobMonitor:
         # On GPUs, a program's CPU time includes its waits for the GPU, and so for its peers.
         measured = not (self._config.command and cluster.gpus_per_node)
         known = straggler.on and measured and len(nodes) == cluster.world_size
-        alike = partial(self._config.parallel.locate_work, cluster.world_size)
+        alike: Callable[[int], tuple[int, ...]] = partial(self._config.parallel.locate_work, cluster.world_size)
+        if self._config.command:  # its mesh is unknown, so its ranks may have different work
+            alike = _own_work
         self._work_windows = WorkWindows(cluster.world_size, alike, nodes, straggler) if known else None
         machines = {member.name: member.machine for member in self._roster.training_members()}
         preflight = self._config.detection.preflight

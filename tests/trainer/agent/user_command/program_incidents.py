@@ -64,12 +64,19 @@ def strike():
     elif kind == "stop":
         os.kill(os.getpid(), 19)
 
+def work(seconds):
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
 mine = rank == culprit and not again
 threading.Thread(target=produce, daemon=True).start()
 for step in range(1, 10 ** 6):
     batch = batches.get()
     if mine and step == at:
         strike()
+    if mine and kind == "slow" and step >= 2 * at:
+        work(0.1)
     optimizer.zero_grad()
     loss = model(batch).square().sum()
     loss.backward()
@@ -87,6 +94,7 @@ KINDS = {
     "barrier": "desync",
     "kill": "rank_killed",
     "raise": "user_error",
+    "slow": "slow",
 }
 
 
@@ -132,6 +140,8 @@ def first_word(work: LocalJob) -> dict[str, Any] | None:
     """What the first incident or the first generation's end says."""
     for event in work.events(EventKind.INCIDENT):
         return {"named": event.data["rank"], "taken_for": event.data["kind"], "reason": event.data["reason"]}
+    for event in work.events(EventKind.STRAGGLER):
+        return {"named": event.data["rank"], "taken_for": "slow", "reason": event.data["reason"]}
     for event in work.events(EventKind.GENERATION_ENDED):
         failure = event.data["failure"] or {"rank": None, "kind": "none"}
         return {"named": failure["rank"], "taken_for": failure["kind"], "reason": event.data["reason"]}

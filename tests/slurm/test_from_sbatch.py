@@ -1,12 +1,14 @@
 """A user's own sbatch script on the real Slurm, converted: its setup, its ranks, and a recovery."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.end_to_end.user import User
+from trainer.agent.fork_server.instrumentation import STARTUP
 
 pytestmark = [pytest.mark.slurm, pytest.mark.multi]
 
@@ -51,7 +53,7 @@ def test_an_sbatch_script_becomes_a_run_that_recovers(user: User, tmp_path: Path
     wanted = {
         "args": ["--out", str(project / "out"), "--tasks", "4"], "cwd": str(project), "RANK": "2", "WORLD_SIZE": "4",
         "SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "LOCAL_RANK": "0", "FROM_SCRIPT": "a b",
-        "FROM_SETUP": "yes", "PYTHONPATH": "/mine",
+        "FROM_SETUP": "yes", "PYTHONPATH": f"{STARTUP}{os.pathsep}/mine",
     }  # fmt: skip
     assert {name: notes["2-2"][name] for name in wanted} == wanted
 

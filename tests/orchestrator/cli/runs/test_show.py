@@ -146,7 +146,7 @@ def test_an_incident_is_listed_with_its_evidence_and_what_was_done(orch: Type, s
         "time": "1970-01-01T00:01:41.000Z", "attempt": 1, "generation": 1, "name": "g001-stopped", "kind": "stopped",
         "rank": 3, "node": "n2", "phase": "forward", "step": 60, "reason": "rank 3 on n2 stopped first",
         "waiting": [0, 1, 2], "detected": 3.1, "withdrawn": False, "evidence": str(bundle), "evidence_there": False,
-        "done": reason,
+        "done": reason, "observed": False,
     }  # fmt: skip
     assert "attempts/001/evidence/g001-stopped (gone)" in orch("show", run).out
     bundle.mkdir(parents=True)

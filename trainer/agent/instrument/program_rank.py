@@ -17,6 +17,8 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any, TypeVar, cast
 
+_PAUSE = threading.Event()
+"""Never set. Waiting for it is a pause that also works where a program has replaced `time.sleep`."""
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _TICK_SECONDS = 0.5
 _DEEPEST = 8
@@ -229,7 +231,7 @@ class ProgramRank:
     def _tick(self) -> None:
         while not self.disabled:
             self._tick_once()
-            time.sleep(_TICK_SECONDS)
+            _PAUSE.wait(_TICK_SECONDS)
 
     @_safely
     def _tick_once(self) -> None:

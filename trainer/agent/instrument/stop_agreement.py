@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+_PAUSE = threading.Event()
+"""Never set. Waiting for it is a pause that also works where a program has replaced `time.sleep`."""
 MODULE = "orch_stop_agreement"
 """Name in `sys.modules`, so that a process has one agreement."""
 SAVE_AND_GO_ON = 1
@@ -78,7 +80,7 @@ class StopAgreement:
     def _watch(self) -> None:
         number, seen = 0, (0, 0.0)
         while True:
-            time.sleep(POLL_SECONDS)
+            _PAUSE.wait(POLL_SECONDS)
             now = self._request()
             if now == seen or not now[0] or (now[1] and time.monotonic() > now[1]):
                 continue
@@ -121,7 +123,7 @@ class StopAgreement:
             reason, deadline = self._request()
             if not reason or (deadline and time.monotonic() > deadline):
                 return None
-            time.sleep(POLL_SECONDS / 4)
+            _PAUSE.wait(POLL_SECONDS / 4)
 
 
 @functools.cache
@@ -179,7 +181,7 @@ def _read(store: Any, key: str, seconds: float) -> str | None:
     while not store.check([key]):
         if time.monotonic() > until:
             return None
-        time.sleep(POLL_SECONDS / 20)
+        _PAUSE.wait(POLL_SECONDS / 20)
     value: bytes = store.get(key)
     return value.decode()
 
@@ -188,9 +190,9 @@ def _leave(store: Any, name: str, rank: int, world: int) -> None:
     until = time.monotonic() + LEAVE_SECONDS
     store.add(f"{name}/left", 1)
     while store.add(f"{name}/left", 0) < world and time.monotonic() < until:
-        time.sleep(POLL_SECONDS / 4)
+        _PAUSE.wait(POLL_SECONDS / 4)
     if rank:
         store.add(f"{name}/gone", 1)
     until = time.monotonic() + GONE_SECONDS
     while not rank and store.add(f"{name}/gone", 0) < world - 1 and time.monotonic() < until:
-        time.sleep(POLL_SECONDS / 4)
+        _PAUSE.wait(POLL_SECONDS / 4)

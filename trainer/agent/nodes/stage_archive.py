@@ -107,7 +107,13 @@ def _require_interpreter(archive: Path, place: Path) -> None:
 
 def _unpack_once(archive: Path, config: StageConfig, folder: Path, on_wait: OnWait) -> bool:
     """Unpack the archive, and return whether another process has done it in the meantime."""
-    lock = FolderLock.own(folder, on_wait)
+    # A process keeps its shared lock while it lives, so nobody may wait for an exclusive one.
+    while (lock := FolderLock.own_unused(folder)) is None:
+        shared = FolderLock.use(folder, on_wait)  # waits while another process unpacks
+        if (folder / MARKER).exists():
+            return True
+        shared.release()
+        time.sleep(0.05)
     done = (folder / MARKER).exists()
     if not done:
         _unpack(archive, config, lock)

@@ -26,6 +26,7 @@ from trainer.protocol.messages.ranks import (
     receive_message,
     send_message,
 )
+from trainer.protocol.node_identity import process_state
 from trainer.protocol.rank_progress.program_record import ProgramFlags, is_instrumented
 from trainer.protocol.rank_progress.progress import Progress, ProgressCell, StopReason
 from trainer.protocol.requests import REFUSED, Request
@@ -143,6 +144,11 @@ class LocalRanks:
     def all_gone(self) -> bool:
         return all(local.gone for local in self.by_rank.values())
 
+    def all_stopped(self) -> bool:
+        """Return whether all remaining processes are stopped by a signal, so that none can act on SIGTERM."""
+        remaining = [local.pid for local in self.by_rank.values() if not local.gone]
+        return all(pid is not None and process_state(pid) == "T" for pid in remaining)
+
     def all_reported(self) -> bool:
         """Return whether all ranks are gone and their exits have been reported to the coordinator."""
         return all(local.gone and local.reported for local in self.by_rank.values())
@@ -215,7 +221,7 @@ async def kill_generation(
     if politely:
         link.signal_ranks(signal.SIGTERM)
         give_up = time.monotonic() + term
-        while not ranks.all_gone() and time.monotonic() < give_up:
+        while not (ranks.all_gone() or ranks.all_stopped()) and time.monotonic() < give_up:
             await asyncio.sleep(0.02)
     if ranks.all_gone():  # running ranks belong to the next generation
         return

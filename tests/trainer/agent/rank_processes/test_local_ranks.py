@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import struct
 import subprocess
 from collections.abc import Iterator
@@ -118,6 +119,22 @@ def test_a_rank_that_was_collected_is_not_killed_again_by_its_number(live_ranks,
     rank.wait(30)
     monkeypatch.setattr(os, "killpg", lambda *_: pytest.fail("whose group is it now?"))
     live_ranks.kill_uncollected()
+
+
+async def killed_politely(live_ranks: LocalRanks, link: Idle) -> None:
+    """The order to kill comes long before the patience with a program ends."""
+    task = asyncio.create_task(local_ranks.kill_generation(live_ranks, link, politely=True, term=600.0, obey=0.05))
+    while signal.SIGKILL not in link.told:
+        await asyncio.sleep(0.01)
+    live_ranks.mark_never_started()
+    await task
+
+
+def test_a_stopped_rank_gets_no_time_to_act_on_sigterm(live_ranks, rank):
+    rank.send_signal(signal.SIGSTOP)
+    link = Idle()
+    asyncio.run(asyncio.wait_for(killed_politely(live_ranks, link), 60))
+    assert link.told == [signal.SIGTERM, signal.SIGKILL]
 
 
 @pytest.mark.parametrize(("stopped", "known", "reason"), [(True, True, "it was stopped"), (False, False, "it did not")])

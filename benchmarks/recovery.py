@@ -5,8 +5,8 @@
 Runs are submitted as a user submits them, faulted from outside, and timed from the records of agents and ranks. In
 every round each side is faulted once, in turn. The sides that cannot detect a SIGSTOP receive it only once, since they
 would wait forever. torchrun is two processes on this machine, with an ordinary DDP script; orch also runs the same
-script. "never" means not within a minute. For a stopped rank of a script both should give "never": torchrun does not
-watch for it, and orch watches the ranks of a command only for their exit.
+script. "never" means not within a minute. For a stopped rank of a script torchrun should give "never", because it does
+not watch for it.
 
 n counts rounds; "4 of 7" means that four of seven produced the figure, and such a row of ours is FAILED, regardless of
 its median. Run it on an otherwise idle machine, or the numbers are meaningless. The exit code is 1 if a row misses its
@@ -145,10 +145,7 @@ def kill_in_script(folder: Path, kind: str) -> Figures:
 
 
 def stop_in_script(folder: Path, kind: str) -> Figures:
-    """Measure SIGSTOP of a rank of the script; infinity if nothing is declared in time, which is expected.
-
-    Ranks of a command have no progress cell, so they are watched only for their exit.
-    """
+    """Measure SIGSTOP of a rank of the script; infinity if nothing is declared in time."""
     with _script_of_ours(folder, kind) as (job, logs):
         at = send_signal(_wait_for_victim(logs), signal.SIGSTOP)
         with contextlib.suppress(NotInTimeError):
@@ -272,8 +269,8 @@ FAULTS: dict[str, dict[str, Side]] = {
     "monitoring": {OURS: monitoring_cost},
     "scale": {OURS: scale},
 }
-ONCE = {("stop", _SCRIPT), ("stop", _TORCHRUN), ("scale", OURS)}
-"""Sides measured once, so their n is 1: two wait for the full timeout, the third measures both kinds of hangs."""
+ONCE = {("stop", _TORCHRUN), ("scale", OURS)}
+"""Sides measured once, so their n is 1: one waits for the full timeout, the other measures both kinds of hangs."""
 
 
 def _row(name: str, text: str, bounds: tuple[float, float], source: str, unit: str = "s") -> Row:

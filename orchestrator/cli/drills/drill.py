@@ -18,6 +18,7 @@ from orchestrator.cli.drills.demo import damage, demo_root, launch_demo
 from orchestrator.cli.drills.scorecard import ALIASES, EXPECTED, NODE_KINDS, Scorecard, score
 from orchestrator.cli.live_jobs.live_attempt import LiveAttempt, await_end, find_live_attempt
 from orchestrator.cli.runs.events import RunFollower, following
+from orchestrator.cli.runs.node_setup import read_node_setup
 from orchestrator.cli.runs.run_reader import StepLines
 from orchestrator.cli.terminal.argument_types import NonEmptyPath, timeout_option
 from orchestrator.cli.terminal.command_classes import Verb
@@ -28,6 +29,7 @@ from orchestrator.registry.records import Attempt
 from orchestrator.run_view import RunView, find_run
 from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.fault_detection_config import BETWEEN_STAGES, KINDS
+from trainer.protocol.config_sections.watch_config import OBSERVE
 from trainer.protocol.events import Event, EventKind
 from trainer.protocol.requests import RequestKind
 from trainer.protocol.run_dir import RunDir
@@ -68,9 +70,9 @@ def drill(
     whether the right rank was named, the seconds until training continued, and the steps lost.
 
     The fault strikes once every rank has trained a step. It counts against no node and uses up no restart. A fault that
-    the configuration cannot detect is refused: in a run of a `command:`, everything but the kills; hangs without
-    `detection.hang.on`; slowness without `detection.straggler.on`. The exit code is 4 if nothing is running or the
-    fault is refused, 8 if the reaction was wrong, and 124 if the ranks did not train in time.
+    the configuration cannot detect is refused: for a `command:`, all but kills, and stop-rank if it is instrumented;
+    hangs without `detection.hang.on`; slowness without `detection.straggler.on`. The exit code is 4 if nothing is
+    running or the fault is refused, 8 if the reaction was wrong, and 124 if the ranks did not train in time.
     """
     if demo:
         kind = _require_kind(words[0])
@@ -114,7 +116,8 @@ def _in_a_run(
             "full-disk needs a private job on this machine", where="command line",
             hint="orch drill --demo full-disk",
         )  # fmt: skip
-    _check(kind, found.run, found.config)
+    instrumented = bool(read_node_setup(found.folder).watched.get("instrumented"))
+    _check(kind, found.run, found.config, instrumented=instrumented)
     # This check comes last, so that nothing is refused after --yes.
     cost = extra_cost(kind, found.config, rank)
     if cost is not None and not yes:
@@ -133,8 +136,8 @@ def _in_a_run(
         return drill_run.until_over(timeout), found.run
 
 
-def _check(kind: str, run: str, config: JobConfig) -> None:
-    why = why_undetectable(kind, config)
+def _check(kind: str, run: str, config: JobConfig, *, instrumented: bool = False) -> None:
+    why = why_undetectable(kind, config, instrumented=instrumented)
     if why is not None:
         raise Precondition(f"{kind} has no effect in {run}: {why}", where=run, hint=f"orch drill --demo {kind}")
 
@@ -201,18 +204,21 @@ _COSTLY = {
     "corrupt-checkpoint": "its newest checkpoint is damaged for good",
 }  # fmt: skip
 """What a fault costs any run, beyond the time for a restart."""
-_FROM_OUTSIDE = ("kill-rank", "kill-agent", "kill-node", "full-disk")
-"""Faults that need no help from a rank and whose end is visible from outside."""
+_FROM_OUTSIDE = ("kill-rank", "stop-rank", "kill-agent", "kill-node", "full-disk")
+"""Faults that need no help from a rank, because a user's program injects none."""
 
 
-def why_undetectable(kind: str, config: JobConfig) -> str | None:
-    """Return why a drill of this kind would have no visible effect; None if it would be detected."""
+def why_undetectable(kind: str, config: JobConfig, *, instrumented: bool = False) -> str | None:
+    """Return why a drill of this kind would have no visible effect; None if it would be detected.
+
+    `instrumented`: whether a user's program reports its steps.
+    """
     signs, detection, command = EXPECTED[kind].signs, config.detection, bool(config.command)
     own = "its ranks run a command of their own, which"
     unseen = "its ranks would wait until the time limit"
     reasons = (
-        # A user's program has no progress cell, so it cannot inject faults, and its steps are unknown.
-        (command and kind == "stop-rank", f"{own} is not watched for hangs: {unseen}"),
+        (command and kind == "stop-rank" and not instrumented, f"{own} has not reported a step to orch: {unseen}"),
+        (command and kind == "stop-rank" and config.watch.action == OBSERVE, f"watch.action=observe: {unseen}"),
         (command and kind == "corrupt-checkpoint", f"{own} saves and loads in its own way"),
         (command and kind not in _FROM_OUTSIDE, f"{own} accepts no such request"),
         (

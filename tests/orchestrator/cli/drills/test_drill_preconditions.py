@@ -16,9 +16,12 @@ HUNG = {
 IN_STAGES = {"pipeline": {"stages": 2}}
 
 
-def refused(fields: dict[str, Any]) -> dict[str, str]:
+def refused(fields: dict[str, Any], *, instrumented: bool = False) -> dict[str, str]:
     config = build(JobConfig, fields)
-    return {kind: why for kind in EXPECTED if (why := why_undetectable(kind, config)) is not None}
+    return {
+        kind: why for kind in EXPECTED
+        if (why := why_undetectable(kind, config, instrumented=instrumented)) is not None
+    }  # fmt: skip
 
 
 def test_only_a_model_in_stages_sends_between_them() -> None:
@@ -31,9 +34,16 @@ def test_only_a_model_in_stages_sends_between_them() -> None:
 def test_undetectable_faults_of_a_command() -> None:
     found = refused({"command": ["python", "train.py"]})
     assert set(EXPECTED) - set(found) == {"kill-rank", "kill-agent", "kill-node", "full-disk"}
-    assert "not watched for hangs: its ranks would wait until the time limit" in found["stop-rank"]
+    assert "has not reported a step to orch: its ranks would wait until the time limit" in found["stop-rank"]
     assert "accepts no such request" in found["nan"]
     assert "saves and loads in its own way" in found["corrupt-checkpoint"]
+
+
+def test_a_stopped_rank_of_an_instrumented_command_is_detected_and_restarted_unless_it_is_only_observed() -> None:
+    fields: dict[str, Any] = {"command": ["python", "train.py"]}
+    assert "stop-rank" not in refused(fields, instrumented=True)
+    found = refused({**fields, "watch": {"action": "observe"}}, instrumented=True)
+    assert found["stop-rank"].startswith("watch.action=observe: ")
 
 
 @pytest.mark.parametrize(("off", "kinds", "key"), [

@@ -102,7 +102,7 @@ def undisturbed(user: User, bits: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_killed_rank_costs_no_bit_and_its_checkpoints_are_those_of_a_workload(user: User) -> None:
-    run = submit(user, "killed", nodes=1, steps=300)
+    run = submit(user, "killed", nodes=1, steps=160)
     train_a_while(user, run)
     assert user.ask("save", run)["step"] > 20
     kill_rank(user, run)
@@ -112,8 +112,8 @@ def test_a_killed_rank_costs_no_bit_and_its_checkpoints_are_those_of_a_workload(
     assert attempt["generations"] == 2
     assert attempt["generation_list"][1]["resumed_from"] >= 20
     rows = user.ask("ckpt", "ls", run)
-    assert [row["step"] for row in rows] == [300, 280, 260]
-    verified = user.ask("ckpt", "verify", f"{run}@300", "--level", "2")
+    assert [row["step"] for row in rows] == [160, 140, 120]
+    verified = user.ask("ckpt", "verify", f"{run}@160", "--level", "2")
     assert [row["ok"] for row in verified] == [True]
 
 

@@ -1,6 +1,6 @@
 """One rank of an ordinary DDP loop that takes half of its steps without the hooks of orch's start-up module.
 
-    PYTHONPATH=.../trainer/agent/instrument/startup ORCH_CELLS=... RANK=...
+    PYTHONPATH=.../trainer/agent/instrument/python_path ORCH_CELLS=... RANK=...
         python benchmarks/instrumented_loop.py WIDTH BATCH ROUNDS PAIRS
 
 Of each pair of blocks, one is bare and the other is instrumented, in an order that all ranks draw from one seed. Rank 0

@@ -137,7 +137,7 @@ class Program:
         self._unusable = False  # whether the progress cell cannot be opened
         self._served: tuple[int, float] | None = None
         self._save_asked = False  # the save before a stop
-        self.cadence: Cadence | None = None
+        self.cadence: SaveCadence | None = None
         """When saves are due. Set by `orch.checkpointer`."""
         self.loss = float("nan")
         self.stop_reason = 0
@@ -223,7 +223,7 @@ class Program:
         return float("nan")
 
 
-class Cadence(Protocol):
+class SaveCadence(Protocol):
     """When saves are due. `vote` is called on rank 0, the others on every rank."""
 
     def is_due(self, number: int) -> bool: ...

@@ -37,7 +37,7 @@ class SealedFile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seal:
+class CheckpointSeal:
     """Record of a complete checkpoint. File names are relative to its path; an empty name is the path itself."""
 
     name: str
@@ -58,7 +58,7 @@ class Seal:
         write_durably(path, canonical({"schema": _SCHEMA, "seal": text, "sha256": _digest(text)}))
 
     @classmethod
-    def read(cls, path: Path) -> "Seal | None":
+    def read(cls, path: Path) -> "CheckpointSeal | None":
         """Return a stored seal, or None if there is none or it is damaged. Raises OSError for an unreadable one."""
         try:
             stored = read_json(path)
@@ -130,7 +130,7 @@ def _digest_file(path: Path, tick: Tick) -> SealedFile:
     return file
 
 
-def find_mismatch(seal: Seal, path: Path, tick: Tick) -> str:
+def find_mismatch(seal: CheckpointSeal, path: Path, tick: Tick) -> str:
     """Return the first difference between a checkpoint and its seal, or "". Additional files are no difference.
     Raises OSError if a file cannot be read.
     """
@@ -159,7 +159,7 @@ def _shown(name: str, path: Path) -> str:
     return name.removeprefix(BESIDE) or path.name
 
 
-def is_rewritten(seal: Seal, path: Path) -> bool:
+def is_rewritten(seal: CheckpointSeal, path: Path) -> bool:
     """Return whether a running program has written a sealed checkpoint again, or added to it. Raises OSError.
 
     It has if no sealed file is as it was, or if files were only added, extended or replaced by newer ones. Among

@@ -53,7 +53,7 @@ def test_a_program_in_an_image_without_orch_can_call_it(home: Path) -> None:
         "import orch, trainer\n"
         "print(orch.__file__, orch.should_save(), orch.step(1))\n"
     )
-    startup = agent_folder() / "trainer" / "agent" / "instrument" / "startup"
+    startup = agent_folder() / "trainer" / "agent" / "instrument" / "python_path"
     environ = {"PYTHONPATH": str(startup), "ORCH_CELLS": "/dev/null", "LOCAL_RANK": "0"}
     # The interpreter behind this environment has no package of orch's.
     command = [sys._base_executable, "-c", code]  # type: ignore[attr-defined]

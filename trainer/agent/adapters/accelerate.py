@@ -30,7 +30,7 @@ def _number(name: str) -> int:
     return int(found[1][:18]) if found else -1
 
 
-class Loop:
+class CountedLoop:
     """A program's training loop: its steps in this process, and the names that it gives to its checkpoints."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Loop:
 
 def install(module: Any, host: AdapterHost) -> None:
     """Hook saves, loads, optimizer steps and data loaders. `module` is `accelerate.accelerator`."""
-    loop = Loop()
+    loop = CountedLoop()
     _hook_saves(module.Accelerator, loop, host)
     _hook_optimizer(module.AcceleratedOptimizer, loop, host)
     loaders = sys.modules["accelerate.data_loader"]
@@ -85,7 +85,7 @@ def install(module: Any, host: AdapterHost) -> None:
         _hook_loader(loader, loop, host)
 
 
-def _hook_saves(accelerator: Any, loop: Loop, host: AdapterHost) -> None:
+def _hook_saves(accelerator: Any, loop: CountedLoop, host: AdapterHost) -> None:
     save, load = accelerator.save_state, accelerator.load_state
     enter = host.guard(lambda: host.leads and host.rank.enter("checkpoint"))
     leave = host.guard(lambda: host.leads and host.rank.leave("checkpoint"))
@@ -118,7 +118,7 @@ def _hook_saves(accelerator: Any, loop: Loop, host: AdapterHost) -> None:
     accelerator.save_state, accelerator.load_state = save_state, load_state
 
 
-def _hook_optimizer(optimizer: Any, loop: Loop, host: AdapterHost) -> None:
+def _hook_optimizer(optimizer: Any, loop: CountedLoop, host: AdapterHost) -> None:
     step = optimizer.step
 
     def count(self: Any) -> None:
@@ -136,7 +136,7 @@ def _hook_optimizer(optimizer: Any, loop: Loop, host: AdapterHost) -> None:
     optimizer.step = step_and_count
 
 
-def _hook_loader(loader: Any, loop: Loop, host: AdapterHost) -> None:
+def _hook_loader(loader: Any, loop: CountedLoop, host: AdapterHost) -> None:
     iterate = loader.__iter__
 
     def end_body() -> None:

@@ -83,7 +83,7 @@ def _report_phase(trainer: Any, name: str, phase: str, host: AdapterHost) -> Non
 def _callback_class(base: Any, host: AdapterHost) -> Any:
     """Return a TrainerCallback that reports to the agent and saves when all ranks agree to."""
 
-    class OrchCallback(base):  # type: ignore[misc]
+    class OrchTrainerCallback(base):  # type: ignore[misc]
         def __init__(self) -> None:
             self.reason = 0
 
@@ -119,7 +119,7 @@ def _callback_class(base: Any, host: AdapterHost) -> Any:
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             host.finish(state.global_step)
 
-    return OrchCallback
+    return OrchTrainerCallback
 
 
 def checkpoints(folder: str) -> list[tuple[int, str]]:

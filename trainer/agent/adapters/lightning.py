@@ -117,7 +117,7 @@ def _read_loss(trainer: Any, outputs: Any) -> float | None:
 def _callback_class(base: Any, host: AdapterHost) -> Any:
     """Return a Callback that reports to the agent and saves when all ranks agree to."""
 
-    class OrchCallback(base):  # type: ignore[misc]
+    class LightningCallback(base):  # type: ignore[misc]
         def __init__(self) -> None:
             self.step = -1
 
@@ -153,7 +153,7 @@ def _callback_class(base: Any, host: AdapterHost) -> Any:
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             host.finish(trainer.global_step)
 
-    return OrchCallback
+    return LightningCallback
 
 
 def checkpoints(folder: str) -> list[tuple[int, str]]:

@@ -16,7 +16,7 @@ FOLDER = os.path.dirname(os.path.abspath(__file__))
 AGREEMENT = os.path.join(os.path.dirname(FOLDER), "instrument", "stop_agreement.py")
 
 
-class Row(NamedTuple):
+class AdapterRow(NamedTuple):
     """An adapter and the modules whose import in a program selects it."""
 
     name: str
@@ -24,12 +24,12 @@ class Row(NamedTuple):
 
 
 ROWS = (
-    Row("hf", ("transformers.trainer",)),
-    Row("lightning", ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")),
-    Row("accelerate", ("accelerate.accelerator",)),
-    Row("deepspeed", ("deepspeed.runtime.engine",)),
-    Row("dcp", ("torch.distributed.checkpoint.state_dict_saver",)),
-    Row("plain", ("torch.serialization",)),
+    AdapterRow("hf", ("transformers.trainer",)),
+    AdapterRow("lightning", ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")),
+    AdapterRow("accelerate", ("accelerate.accelerator",)),
+    AdapterRow("deepspeed", ("deepspeed.runtime.engine",)),
+    AdapterRow("dcp", ("torch.distributed.checkpoint.state_dict_saver",)),
+    AdapterRow("plain", ("torch.serialization",)),
 )
 """Adapters by priority: a Trainer uses Accelerate, which uses torch, and only the first of them answers requests."""
 NAMES = tuple(row.name for row in ROWS)

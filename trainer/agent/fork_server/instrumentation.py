@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trainer.protocol.flight_variables import FLIGHT_DEFAULTS, FLIGHT_FILE
 
-STARTUP = Path(__file__).parents[1] / "instrument" / "startup"
+STARTUP = Path(__file__).parents[1] / "instrument" / "python_path"
 """Folder that contains nothing but the start-up module, `sitecustomize.py`."""
 _PATHS = ("PYTHONPATH", "JOB_PYTHONPATH")
 """Variables that hold a program's import path; a configuration made from an sbatch script sets one from the other."""

@@ -111,12 +111,12 @@ class _Finder(MetaPathFinder):
             spec = find(fullname, path, target) if find is not None and finder is not self else None
             if spec is not None:
                 if hasattr(spec.loader, "exec_module"):
-                    spec.loader = _Loader(spec.loader, fullname)
+                    spec.loader = _WatchedLoader(spec.loader, fullname)
                 return spec
         return None
 
 
-class _Loader(Loader):
+class _WatchedLoader(Loader):
     """Loader that calls functions after the real one has run the module."""
 
     def __init__(self, loader: Any, name: str) -> None:

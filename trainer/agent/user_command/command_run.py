@@ -38,7 +38,7 @@ from trainer.agent.user_command.set_aside import (
     set_aside,
     stale_pointers,
 )
-from trainer.protocol.checkpoint_seal import Seal
+from trainer.protocol.checkpoint_seal import CheckpointSeal
 from trainer.protocol.config import JobConfig
 from trainer.protocol.events import EventKind, EventLog
 from trainer.protocol.failures.decision import Action, CommandFailure, Decision
@@ -231,7 +231,7 @@ class CommandRun:
         """Return whether the program can start without this checkpoint: from an older one, or as at its first start."""
         return older is not None or (one.proven and not self._memory.saved and self._checkpoints.is_alone())
 
-    def _report_seal(self, one: CommandCheckpoint, seal: Seal, seconds: float) -> None:
+    def _report_seal(self, one: CommandCheckpoint, seal: CheckpointSeal, seconds: float) -> None:
         self._events.write(
             EventKind.CHECKPOINT_SEALED, step=one.step, name=one.identity, path=str(one.path), bytes=seal.bytes,
             files=len(seal.files), seconds=round(seconds, 3),

@@ -31,7 +31,7 @@ class ProgramSave:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointPlace:
+class LearnedFolder:
     """Folder and names of a program's checkpoints, and the adapter that knows their rules."""
 
     config: CommandCheckpointsConfig
@@ -72,7 +72,7 @@ def choose_adapter(saves: Sequence[ProgramSave]) -> str:
     return registry.choose(saves[-1].frameworks) if saves else ""
 
 
-def locate(saves: Sequence[ProgramSave]) -> CheckpointPlace | None:
+def locate(saves: Sequence[ProgramSave]) -> LearnedFolder | None:
     """Return where the program saves its checkpoints, or None if that is unclear.
 
     A framework's first save is sufficient. `torch.save` may write anything, so two growing steps of one pattern in
@@ -85,7 +85,7 @@ def locate(saves: Sequence[ProgramSave]) -> CheckpointPlace | None:
     newest = places[-1][0]
     if adapter == PLAIN and len({step for place, step in places if place == newest}) < 2:
         return None
-    return CheckpointPlace(config=newest, adapter=adapter)
+    return LearnedFolder(config=newest, adapter=adapter)
 
 
 def _derive(save: ProgramSave, adapter: str) -> tuple[CommandCheckpointsConfig, int] | None:

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 from trainer.agent.user_command.checkpoints import ARCHIVES, GARBLED, CommandCheckpoint
 from trainer.protocol.checkpoint_seal import (
     ChangedMeanwhile,
-    Seal,
+    CheckpointSeal,
     SealedFile,
     Tick,
     digest_files,
@@ -106,9 +106,9 @@ class Verification:
 class CheckpointSeals:
     """Seals of one run's checkpoints."""
 
-    def __init__(self, folder: Path, on_sealed: Callable[[CommandCheckpoint, Seal, float], None]) -> None:
+    def __init__(self, folder: Path, on_sealed: Callable[[CommandCheckpoint, CheckpointSeal, float], None]) -> None:
         self._folder, self._on_sealed = folder, on_sealed
-        self._reading: tuple[CommandCheckpoint, Reading[Seal | None], float] | None = None
+        self._reading: tuple[CommandCheckpoint, Reading[CheckpointSeal | None], float] | None = None
         self._settled: dict[str, object] = {}  # identity -> files that are sealed, or whose sealing failed
         self._fresh: dict[str, tuple[float, object]] = {}  # identity -> time and files when all bytes were read
 
@@ -159,12 +159,12 @@ class CheckpointSeals:
 
     def is_sealed(self, one: CommandCheckpoint) -> bool:
         """Return whether a checkpoint has a seal. Raises OSError."""
-        return Seal.read(seal_file(self._folder, one.path.name)) is not None
+        return CheckpointSeal.read(seal_file(self._folder, one.path.name)) is not None
 
 
 def verify_seal(seals: Path, path: Path, tick: Tick = lambda: None) -> Verification:
     """Compare a checkpoint with its seal. Raises OSError."""
-    seal = Seal.read(seal_file(seals, path.name))
+    seal = CheckpointSeal.read(seal_file(seals, path.name))
     if seal is None:
         return Verification(verdict=Verdict.UNSEALED)
     reason = find_mismatch(seal, path, tick)
@@ -189,17 +189,17 @@ class SealWork:
     folder: Path
     checkpoint: CommandCheckpoint
 
-    def run(self, tick: Tick) -> Seal | None:
+    def run(self, tick: Tick) -> CheckpointSeal | None:
         """Return the new seal, or None if the checkpoint has one. Raises OSError, ChangedMeanwhile."""
         one = self.checkpoint
         path, draft = seal_file(self.folder, one.path.name), seal_file(self.folder, f".{one.path.name}.draft")
-        old, files = Seal.read(path), list_files(one.path, one.siblings)
+        old, files = CheckpointSeal.read(path), list_files(one.path, one.siblings)
         if old is not None and old.step == one.step:
             if self._is_unchanged(old, files):
                 return None
             if not is_rewritten(old, one.path) or any(map(_has_bad_record, files.values())):
                 return None  # the next start refuses it
-        begun = Seal.read(draft)
+        begun = CheckpointSeal.read(draft)
         seal = self._digest(files, {} if begun is None else begun.files, draft, tick)
         # A file that appeared meanwhile belongs to it; the next check sees the checkpoint as changed.
         if not self._is_unchanged(seal, list_files(one.path, one.siblings)):
@@ -218,7 +218,7 @@ class SealWork:
 
     def _digest(
         self, files: Mapping[str, Path], known: Mapping[str, SealedFile], draft: Path, tick: Tick
-    ) -> Seal:  # fmt: skip
+    ) -> CheckpointSeal:  # fmt: skip
         found, due = {name: file for name, file in known.items() if name in files}, time.monotonic() + DRAFT_SECONDS
         for name, path in files.items():
             found |= digest_files({name: path}, {name: found[name]} if name in found else {}, tick)
@@ -227,15 +227,15 @@ class SealWork:
                 due = time.monotonic() + DRAFT_SECONDS
         return self._seal(found)
 
-    def _seal(self, files: Mapping[str, SealedFile]) -> Seal:
+    def _seal(self, files: Mapping[str, SealedFile]) -> CheckpointSeal:
         one = self.checkpoint
-        return Seal(
+        return CheckpointSeal(
             name=one.path.name, step=one.step, path=str(one.path), sealed_at=time.time(), files=files,
             siblings=one.siblings,
         )  # fmt: skip
 
     @staticmethod
-    def _is_unchanged(seal: Seal, files: Mapping[str, Path]) -> bool:
+    def _is_unchanged(seal: CheckpointSeal, files: Mapping[str, Path]) -> bool:
         return seal.files.keys() == files.keys() and all(
             seal.files[name].is_untouched(path.stat()) for name, path in files.items()
         )

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from trainer.worker.data import mix
 from trainer.worker.program.checkpoint_place import RUN_DIR
-from trainer.worker.program.sample_order import Position, SampleOrder, Share
+from trainer.worker.program.sample_order import Position, SampleOrder, SampleShare
 from trainer.worker.program.streams import NumberedBatches, NumberedSamples, SharedStream, can_seek
 from trainer.worker.reporting.stderr_best_effort import write_stderr
 from trainer.worker.startup.preimport import protect_data_loader_workers
@@ -81,16 +81,16 @@ class Batches:
         self._end_workers()
         self._at, self._iterator = Position(**state["position"]), None
 
-    def _share(self) -> Share:
+    def _share(self) -> SampleShare:
         """Return which samples are this rank's."""
         if self._data_parallel is not None:
             rank, size = self._data_parallel
-            return Share(rank=rank, size=size)
+            return SampleShare(rank=rank, size=size)
         if dist.is_initialized():
-            return Share(rank=dist.get_rank(), size=dist.get_world_size())
+            return SampleShare(rank=dist.get_rank(), size=dist.get_world_size())
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise WorkloadError("orch.batches: call init_process_group before the first batch, or give data_parallel=")
-        return Share()
+        return SampleShare()
 
     def _open(self) -> Iterator[Any]:
         """Start reading at the position."""
@@ -110,7 +110,7 @@ class Batches:
             return iter(DataLoader(dataset, batch_size=None, sampler=_Singles(sampler), **kept))
         return iter(DataLoader(dataset, batch_sampler=sampler, **kept))
 
-    def _stream(self, share: Share) -> SharedStream:
+    def _stream(self, share: SampleShare) -> SharedStream:
         loader, dataset = self._loader, _whole_stream(self._loader.dataset)
         if self._at.index and not can_seek(dataset) and share.rank == 0:
             write_stderr(
@@ -123,7 +123,7 @@ class Batches:
 class _Numbers(Sampler[list[Any]]):
     """Numbers and items of this rank's batches."""
 
-    def __init__(self, order: SampleOrder, at: Position, share: Share) -> None:
+    def __init__(self, order: SampleOrder, at: Position, share: SampleShare) -> None:
         self._order, self._at, self._share = order, at, share
 
     def __iter__(self) -> Iterator[list[Any]]:

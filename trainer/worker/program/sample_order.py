@@ -24,7 +24,7 @@ class Position:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class SampleShare:
     """This rank's index among the ranks that read different samples, and their number."""
 
     rank: int = 0
@@ -71,7 +71,7 @@ class SampleOrder:
             index, epoch = index - self.length(epoch), epoch + 1
         return Position(epoch=epoch, index=index, consumed=at.consumed + count)
 
-    def batches(self, at: Position, share: Share) -> Iterator[list[tuple[int, Any]]]:
+    def batches(self, at: Position, share: SampleShare) -> Iterator[list[tuple[int, Any]]]:
         """Yield this rank's batches from this position on, without end, as numbers and items.
 
         Of each global batch, it takes the items rank, rank + size, ...

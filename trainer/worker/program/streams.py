@@ -8,7 +8,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as loader_worker
 
 from trainer.worker.data import mix
-from trainer.worker.program.sample_order import Position, Share, seed_host_generators
+from trainer.worker.program.sample_order import Position, SampleShare, seed_host_generators
 from trainer.worker.workload import WorkloadError
 
 
@@ -51,7 +51,7 @@ class SharedStream(IterableDataset[Any]):
     """
 
     def __init__(
-        self, dataset: Any, at: Position, share: Share, batch_size: int | None, seed: int,
+        self, dataset: Any, at: Position, share: SampleShare, batch_size: int | None, seed: int,
         collate: Callable[[Any], Any],
     ) -> None:  # fmt: skip
         """Describe the share. If `batch_size` is None, each batch is one sample."""

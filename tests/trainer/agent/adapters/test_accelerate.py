@@ -65,14 +65,14 @@ def _program(*registered: dict[str, object], automatic: bool = False) -> SimpleN
     ],
 )
 def test_names_that_follow_from_the_step(path: str, resumed: str, known: bool) -> None:
-    loop = accelerate.Loop()
+    loop = accelerate.CountedLoop()
     loop.note_load(resumed)
     loop.steps = 20
     assert loop.note_save(_program(), path) is known
 
 
 def test_automatic_names_need_a_counter_in_the_checkpoint() -> None:
-    loop = accelerate.Loop()
+    loop = accelerate.CountedLoop()
     loop.steps = 20
     assert not loop.note_save(_program(automatic=True), None)
     assert not loop.note_save(_program({"epoch": 1}, automatic=True), None)
@@ -80,7 +80,7 @@ def test_automatic_names_need_a_counter_in_the_checkpoint() -> None:
 
 
 def test_a_rank_saves_although_a_faster_one_has_made_the_folder(tmp_path: Path) -> None:
-    loop, program, saves = accelerate.Loop(), _program(), list[str]()
+    loop, program, saves = accelerate.CountedLoop(), _program(), list[str]()
     program.save_state = saves.append
     loop.steps = 20
     assert loop.note_save(program, str(tmp_path / "step_20"))

@@ -14,7 +14,7 @@ from trainer.agent.fork_server.launch_order import free_port
 from trainer.protocol.rank_progress.program_record import ProgramRecord
 from trainer.protocol.rank_progress.progress import Progress, ProgressCell
 
-STARTUP = Path(__file__).resolve().parents[4] / "trainer" / "agent" / "instrument" / "startup"
+STARTUP = Path(__file__).resolve().parents[4] / "trainer" / "agent" / "instrument" / "python_path"
 ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 STEP = """
 import torch

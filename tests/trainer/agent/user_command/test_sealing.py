@@ -11,7 +11,7 @@ import pytest
 from tests.trainer.agent.user_command.command_attempt import Attempt, names
 from trainer.agent.user_command.checkpoints import CommandCheckpoint
 from trainer.agent.user_command.sealing import SealWork, Verdict, verify_seal
-from trainer.protocol.checkpoint_seal import ChangedMeanwhile, Seal, seal_file
+from trainer.protocol.checkpoint_seal import ChangedMeanwhile, CheckpointSeal, seal_file
 from trainer.protocol.events import EventKind
 from trainer.protocol.failures.decision import Action
 
@@ -154,7 +154,7 @@ def test_a_checkpoint_that_grows_meanwhile_is_not_sealed(tmp_path: Path, out: Pa
     one = made(out, "a", "b")
     with pytest.raises(ChangedMeanwhile):
         SealWork(folder=tmp_path, checkpoint=one).run(lambda: (one.path / "c").touch())
-    assert Seal.read(seal_file(tmp_path, "checkpoint-20")) is None
+    assert CheckpointSeal.read(seal_file(tmp_path, "checkpoint-20")) is None
 
 
 @pytest.mark.parametrize("harm", [True, False])

@@ -14,7 +14,7 @@ from checkpointing.storage.durable import canonical, open_regular, read_json, wr
 from trainer.protocol.plain_data import build
 
 _SCHEMA = "orch.seal/1"
-_BLOCK = 4 << 20
+BLOCK = 4 << 20
 BESIDE = "../"
 """Prefix for the names of files in a checkpoint's other entries."""
 
@@ -116,7 +116,7 @@ def digest_files(files: Mapping[str, Path], known: Mapping[str, SealedFile], tic
 
 
 def _digest_file(path: Path, tick: Tick) -> SealedFile:
-    total, block = hashlib.sha256(), memoryview(bytearray(_BLOCK))
+    total, block = hashlib.sha256(), memoryview(bytearray(BLOCK))
     with open_regular(path) as stream:
         before = os.fstat(stream.fileno())
         while count := stream.readinto(block):  # type: ignore[attr-defined]  # a buffered reader

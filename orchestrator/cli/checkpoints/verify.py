@@ -18,6 +18,7 @@ from checkpointing.tiers.catalog import Catalog
 from checkpointing.verification import verdicts
 from checkpointing.verification.verdicts import TensorDiff
 from checkpointing.verification.verify import Fault, Report, verify_checkpoint
+from orchestrator.cli.checkpoints.sealed import find_sealed, verify_sealed
 from orchestrator.cli.checkpoints.target import Target, find, find_one, kept_while_read, require_there
 from orchestrator.cli.checkpoints.tiers import missing_files
 from orchestrator.cli.terminal.command_classes import Verb
@@ -56,14 +57,16 @@ missing and therefore not checked
 def verify(screen: Screen, target: str, level: int, copies: bool) -> int:
     """Compare a checkpoint's bytes with the digests taken when it was written.
 
-    Without @STEP it verifies the newest checkpoint; with `@all`, every checkpoint. The exit code is 7 if there is any
-    fault, else 4 if storage does not answer or a file cannot be read now. Faults name the file, chunk and tensors where
-    possible.
+    Without @STEP it verifies the newest checkpoint; with `@all`, every checkpoint. Checkpoints of a `command:` are
+    compared with their seals, whatever the level. The exit code is 7 if there is any fault, else 4 if storage does not
+    answer or a file cannot be read now. Faults name the file, chunk and tensors where possible.
 
     From level 2 up, the result is recorded: `orch ckpt ls` shows it, and retention never counts a bad copy as a
     substitute. Levels 3 and 4 import torch and read files twice. On a node's own disk (`shared: false`) only
     the files on that disk are verified, up to level 2.
     """
+    if (seals := find_sealed(target)) is not None:
+        return verify_sealed(screen, seals)
     screen.if_interrupted = lambda: "interrupted: only results that were printed are recorded"
     found = find(target, screen.warn)
     chosen = found if copies else list({item.name: item for item in reversed(found)}.values())[::-1]

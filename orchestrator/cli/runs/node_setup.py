@@ -51,7 +51,8 @@ def describe_watched(data: Mapping[str, Any]) -> str:
         return ""
     if not data["instrumented"]:
         return f"from outside only: {data['reason']}"
-    return f"instrumented: {', '.join(data['frameworks']) or 'torch'}"
+    names = [name for name in data["frameworks"] if name != "plain"]  # the adapter for torch.save, which torch imports
+    return f"instrumented: {', '.join(names) or 'torch'}"
 
 
 def read_node_setup(run: RunDir) -> NodeSetupReport:

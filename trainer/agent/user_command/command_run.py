@@ -128,6 +128,7 @@ class CommandRun:
         """Why the program must not start: its newest checkpoint is damaged and cannot be replaced."""
         self._saves = RepeatedRead(lambda: read_saves([attempt]), attempt.outcomes)
         self._began = time.time_ns()
+        self._program_until = 0  # the last time (ns) at which the program may have run before this generation
         self._memory = CommandMemory()
         self._newest_memory, self._writing = b"", Lock()
         self._recalled = self._progress_kept = False
@@ -167,6 +168,7 @@ class CommandRun:
             # Known before it is recalled which checkpoints existed before the run.
             self._learn(await run_bounded(partial(read_saves, self._run.all_attempts())) or [])
             self._trained = self._trained or bool(await run_bounded(self._earlier_trained))
+            self._program_until = max(self._program_until, await run_bounded(self._earlier_until) or 0)
             await self._recall()
         self._steps.start_generation(generation)
         await self._checkpoints.start_generation()
@@ -215,7 +217,7 @@ class CommandRun:
         """Compare a checkpoint with its seal. Without a seal, it is damaged if the framework's rules show it, or if a
         file is torn and an older checkpoint is sealed.
         """
-        found = await self._seals.verify(one, wait)
+        found = await self._seals.verify(one, wait, self._program_until)
         if found.verdict is Verdict.VERIFIED and found.bytes:
             self._events.write(
                 EventKind.CHECKPOINT_VERIFIED, step=one.step, name=one.identity, path=str(one.path), bytes=found.bytes,
@@ -291,6 +293,7 @@ class CommandRun:
         """Record the end of a generation. `cleared` means that none of its processes is left that could write."""
         if not self._on:
             return
+        self._program_until = time.time_ns()
         await self._steps.check_settled()
         if cleared:
             await self._checkpoints.check_settled()
@@ -313,6 +316,8 @@ class CommandRun:
         """Seal the newest checkpoint if an attempt ends here, within the time that a decision may take."""
         self._seals.poll(self._checkpoints.complete())
         if decision.action in (Action.END, Action.STOP, Action.FINISH):
+            await run_bounded(partial(self._seals.join, WAIT_SECONDS))
+            self._seals.poll(self._checkpoints.complete()[:1])  # the running seal may have been an older one's
             await run_bounded(partial(self._seals.join, WAIT_SECONDS))
             self._seals.poll([])
 
@@ -384,6 +389,14 @@ class CommandRun:
             with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
                 highest = max(highest, Heartbeat.read(one.heartbeat).step or 0)
         return highest
+
+    def _earlier_until(self) -> int:
+        """Return when the coordinators of earlier attempts last reported (ns), or 0 if unknown."""
+        found = [0]
+        for one in self._attempt.earlier_attempts():
+            with suppress(OSError):
+                found.append(one.heartbeat.stat().st_mtime_ns)
+        return max(found)
 
     def _earlier_trained(self) -> bool:
         """Return whether an earlier attempt ran for longer than startup takes."""

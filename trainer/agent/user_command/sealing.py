@@ -140,13 +140,13 @@ class CheckpointSeals:
         elif error is not None and not isinstance(error, (ChangedMeanwhile, FileNotFoundError)):
             sys.stderr.write(f"orch-agent: cannot seal {one.path}: {error}\n")
 
-    async def verify(self, one: CommandCheckpoint, wait: Wait) -> Verification:
-        """Compare a checkpoint with its seal. No rank may be running."""
+    async def verify(self, one: CommandCheckpoint, wait: Wait, program_until: int = 0) -> Verification:
+        """Compare a checkpoint with its seal. No rank may be running since `program_until` (ns since the epoch)."""
         began = time.monotonic()
         at, files = self._fresh.get(one.identity, (float("-inf"), None))
         if files == one.files and began - at < FRESH_SECONDS:
             return Verification(verdict=Verdict.VERIFIED)
-        reading = Reading(lambda tick: verify_seal(self._folder, one.path, tick))
+        reading = Reading(lambda tick: verify_seal(self._folder, one.path, tick, program_until))
         await wait(reading)
         if not reading.done:
             reading.cancel()
@@ -162,13 +162,27 @@ class CheckpointSeals:
         return CheckpointSeal.read(seal_file(self._folder, one.path.name)) is not None
 
 
-def verify_seal(seals: Path, path: Path, tick: Tick = lambda: None) -> Verification:
-    """Compare a checkpoint with its seal. Raises OSError."""
+def verify_seal(seals: Path, path: Path, tick: Tick = lambda: None, program_until: int = 0) -> Verification:
+    """Compare a checkpoint with its seal. Raises OSError.
+
+    It counts as unsealed if the program, which ran until `program_until` (ns since the epoch), has written it again: a
+    program that is killed soon after leaves no time for another seal.
+    """
     seal = CheckpointSeal.read(seal_file(seals, path.name))
     if seal is None:
         return Verification(verdict=Verdict.UNSEALED)
     reason = find_mismatch(seal, path, tick)
+    if reason and _is_newer_whole(seal, path, program_until):
+        return Verification(verdict=Verdict.UNSEALED)
     return Verification(verdict=Verdict.DAMAGED if reason else Verdict.VERIFIED, reason=reason, bytes=seal.bytes)
+
+
+def _is_newer_whole(seal: CheckpointSeal, path: Path, until: int) -> bool:
+    """Return whether all files of a checkpoint were written after its seal and before `until`, and none looks bad."""
+    files = list_files(path, seal.siblings)
+    written = [file.stat().st_mtime_ns for file in files.values()]
+    is_newer = bool(written) and seal.sealed_at * 1e9 < min(written) and max(written) <= until
+    return is_newer and not any(map(_has_bad_record, files.values()))
 
 
 def _has_bad_record(path: Path) -> bool:

@@ -98,6 +98,24 @@ def test_a_torn_checkpoint_without_a_seal_moves_away_if_an_older_one_is_sealed(t
     assert names(out) == ["checkpoint-10", "checkpoint-20"]
 
 
+def test_a_checkpoint_that_the_program_has_written_again_is_no_damage_although_its_seal_is_old(
+    tmp_path: Path, out: Path
+) -> None:
+    sealed(tmp_path, out)
+    seal = CheckpointSeal.read(seal_file(tmp_path / "run-1" / "seals", "checkpoint-20"))
+    assert seal is not None
+    for file in (out / "checkpoint-20").iterdir():
+        file.write_bytes(b"other" * 100)
+        os.utime(file, ns=(0, int(seal.sealed_at * 1e9) + 5_000_000_000))
+    second = Attempt(tmp_path, 2)
+    first = second.run.attempt(1)
+    first.heartbeat.touch()
+    os.utime(first.heartbeat, ns=(0, int(seal.sealed_at * 1e9) + 6_000_000_000))
+    second.stops()
+    assert second.program.resume == str(out / "checkpoint-20")
+    assert not second.told(EventKind.CHECKPOINT_SET_ASIDE)
+
+
 def test_what_the_program_changes_itself_is_no_damage(tmp_path: Path, out: Path) -> None:
     attempt = sealed(tmp_path, out)
 
@@ -106,10 +124,13 @@ def test_what_the_program_changes_itself_is_no_damage(tmp_path: Path, out: Path)
         (out / "checkpoint-20" / "results.txt").write_text("added later")
         save(out, 30)
 
-    attempt.restarts = 0
-    assert attempt.fails(while_it_ran=goes_on).action is Action.RESTART
-    shutil.rmtree(out / "checkpoint-30")
-    save(out, 30, ("weights.bin", "optimizer.bin"))
+    def saves_again() -> None:
+        shutil.rmtree(out / "checkpoint-30")
+        save(out, 30, ("weights.bin", "optimizer.bin"))
+
+    for work in (goes_on, saves_again):
+        attempt.restarts = 0
+        assert attempt.fails(while_it_ran=work).action is Action.RESTART
     attempt.stops()
     attempt.stops()
     second = Attempt(tmp_path, 2)

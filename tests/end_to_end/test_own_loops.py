@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -18,11 +17,18 @@ pytestmark = [pytest.mark.multi, pytest.mark.timeout(900)]
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_fsdp2.py"
 STEPS = 400
+STEP = "            orch.step(step, loss=loss)\n"
+PACE = """            if (FOLDER / "slow").exists():
+                __import__("time").sleep(0.5)
+"""
+"""Lines that make steps slow while a file exists, so that a run cannot end before a test has disturbed it."""
 
 
 def submit(user: User, name: str, *, nodes: int = 2, steps: int = STEPS) -> str:
-    """Submit the example with two ranks."""
-    shutil.copy(EXAMPLE, user.folder)
+    """Submit the example with two ranks; the file `slow` in the run's folder makes its steps slow."""
+    text = EXAMPLE.read_text()
+    assert text.count(STEP) == 1
+    (user.folder / EXAMPLE.name).write_text(text.replace(STEP, STEP + PACE))
     (user.folder / name).mkdir()
     words = json.dumps([sys.executable, str(user.folder / EXAMPLE.name), str(user.folder / name), str(steps)])
     shape = [f"cluster.nodes={nodes}", f"cluster.ranks_per_node={2 // nodes}", f"name={name}"]
@@ -104,8 +110,11 @@ def undisturbed(user: User, bits: dict[str, Any]) -> dict[str, Any]:
 def test_a_killed_rank_costs_no_bit_and_its_checkpoints_are_those_of_a_workload(user: User) -> None:
     run = submit(user, "killed", nodes=1, steps=160)
     train_a_while(user, run)
+    slow = user.folder / "killed" / "slow"
+    slow.touch()
     assert user.ask("save", run)["step"] > 20
     kill_rank(user, run)
+    slow.unlink()
     assert user.wait(run) == 0
     shown = user.show(run)
     (attempt,) = shown["attempts"]

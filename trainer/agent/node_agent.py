@@ -5,7 +5,8 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from trainer.agent.control.control_server import AGENT_TIMEOUT_SECONDS, POLL_SECONDS, PeerTimeout
@@ -23,7 +24,7 @@ from trainer.agent.processes.log_pipes import LogPipes
 from trainer.agent.rank_processes import local_ranks
 from trainer.agent.rank_processes.checkpoint_writers import CheckpointWriters
 from trainer.agent.rank_processes.local_ranks import LocalRank, LocalRanks
-from trainer.agent.rank_processes.rank_exit import add_local_facts, complete_end
+from trainer.agent.rank_processes.rank_exit import add_local_facts, complete_end, share_end
 from trainer.agent.watch.evidence import EvidenceCollector
 from trainer.agent.watch.hang_limits import ReportSchedule
 from trainer.agent.watch.program_notice import ProgramNotice, describe_program
@@ -33,6 +34,7 @@ from trainer.protocol.config import JobConfig
 from trainer.protocol.events import EventKind, EventLog
 from trainer.protocol.failures.outcome import AgentEnd, ExitCode
 from trainer.protocol.failures.rank_end import RankEnd, exit_words, signal_name
+from trainer.protocol.launchers import starts_once_per_node
 from trainer.protocol.messages import agents
 from trainer.protocol.messages.ranks import (
     ForkServerReady,
@@ -70,6 +72,7 @@ class NodeAgent:
         self._sockets = FlightSockets()
         self._writers: CheckpointWriters | None = None
         self._node_rank: int | None = None  # None for a spare
+        self._per_node = False  # whether the command is started once and starts this node's ranks
         self._startup_failures, self._sigterm_sent, self._failed, self._warm = 0, False, False, False
         self._reports = ReportSchedule(identity.node, config.cluster.all_nodes, time.monotonic())
         self._tasks = SupervisedTasks()
@@ -137,17 +140,24 @@ class NodeAgent:
             lambda: prepare_node(self._config, self._run.name, self._environ, visible, note_wait)
         )
         self._waits = ""
+        per_node = await background_tasks.start_detached(self._starts_once_per_node)
         self._environ = {**self._environ, **prepared.variables}
         self._launcher = RankLauncher(
             self._run, self._attempt, self._config, self._node, self._environ, self._peer.host, self._sockets,
-            prepared.topology,
+            prepared.topology, per_node=per_node,
         )  # fmt: skip
+        self._per_node = per_node
         if prepared.variables:
             found = prepared.to_json()
             self._events.write(EventKind.NODE_PREPARED, node=self._node.node, name=self._node.name, **found)
             staged = f"staged {found['staged']} in {found['seconds']} s; " if prepared.staged else ""
             _log(staged + " ".join(f"{name}={value}" for name, value in prepared.variables.items()))
         return faults
+
+    def _starts_once_per_node(self) -> bool:
+        config = self._config
+        folder = launch_order.working_directory(self._run, config)
+        return bool(config.command) and starts_once_per_node(config.launcher, config.command, folder)
 
     def on_signal(self, number: int) -> None:
         """Forward a signal from Slurm or a person to the coordinator, which decides what it means."""
@@ -204,6 +214,9 @@ class NodeAgent:
                 self._inject(message, ranks)
 
     def _inject(self, order: agents.InjectFault, ranks: LocalRanks) -> None:
+        if ranks.awaits_program(order) and ranks is self._ranks:  # the fault is for the rank, not for its launcher
+            asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._inject, order, ranks)
+            return
         step = None if self._config.command else ranks.summary().step
         rank = None if order.kind in local_ranks.AGENT_KINDS else order.at
         self._events.write(EventKind.DRILL, kind=order.kind, rank=rank, node=self._node.name, step=step)
@@ -291,7 +304,7 @@ class NodeAgent:
     def _start_generation(self, start: agents.StartGeneration) -> None:
         self._forget_ranks()
         self._events.generation = start.generation
-        ranks = self._ranks = LocalRanks(start.generation, self._local_ranks())
+        ranks = self._ranks = LocalRanks(start.generation, self._local_ranks(), per_node=self._per_node)
         writer = self._writers.writer_pid if self._writers is not None else no_writer
         self._sampler = Sampler(ranks, self._node.name, writer, programs=self._watch_programs())
         if self._link is None or self._link.lost:
@@ -300,10 +313,13 @@ class NodeAgent:
             self._peer.send(agents.ForkServerDied(generation=start.generation, reason="before its ranks were started"))
             return
         self._report_binding(start.node_rank, ranks)
+        if self._per_node:
+            self._tasks.spawn(self._share_log(ranks))
         for local_rank, local in enumerate(ranks.by_rank.values()):
-            order = self._launcher.launch_order(start, local_rank, ranks.files(self._sockets))
-            # If the fork server is lost here, `_on_fork_server_lost` runs next and kills these ranks as orphans.
-            self._start_rank(order, local, local_rank)
+            if local_rank == 0 or not self._per_node:
+                order = self._launcher.launch_order(start, local_rank, ranks.files(self._sockets))
+                # If the fork server is lost here, `_on_fork_server_lost` runs next and kills these ranks as orphans.
+                self._start_rank(order, local, local_rank)
             self._watch_control_socket(local)
             local.close_theirs()
         if start.generation > 1 and not self._warm and self._node.node == 0:  # its ranks import everything again
@@ -312,8 +328,15 @@ class NodeAgent:
     def _watch_programs(self) -> ProgramWatch | None:
         if not self._config.command:
             return None
-        slow = self._config.detection.hang.slow
+        slow, shared = self._config.detection.hang.slow, self._per_node and self._config.cluster.ranks_per_node > 1
+        if shared:  # it is unknown which of the ranks printed a line
+            return ProgramWatch(slow=slow)
         return ProgramWatch(lambda rank: self._logs.rhythm(self._attempt.rank_log(rank)), slow)
+
+    async def _share_log(self, ranks: LocalRanks) -> None:
+        first, *others = ranks.by_rank
+        with suppress(OSError):  # only the command line misses it
+            await background_tasks.start_detached(lambda: self._attempt.share_log(first, others))
 
     def _report_binding(self, node_rank: int, ranks: LocalRanks) -> None:
         cores, reason = self._launcher.bind(node_rank)
@@ -352,7 +375,9 @@ class NodeAgent:
     def _on_spawned(self, spawned: RankSpawned, handle: int) -> None:
         assert self._ranks is not None
         local = self._ranks.by_rank[spawned.rank]
-        local.pid, local.handle = spawned.pid, handle
+        local.handle = handle
+        for one in self._ranks.started_with(spawned.rank):
+            one.pid = spawned.pid
         asyncio.get_running_loop().add_reader(handle, self._on_pid_dead, self._ranks, local)
 
     def _on_pid_dead(self, ranks: LocalRanks, local: LocalRank) -> None:
@@ -369,8 +394,12 @@ class NodeAgent:
     def _on_ended(self, end: RankEnd) -> None:
         """Report everything known about a rank's end."""
         assert self._ranks is not None
-        ranks, local, command = self._ranks, self._ranks.by_rank[end.rank], bool(self._config.command)
-        local.ended = True
+        ranks, command = self._ranks, bool(self._config.command)
+        for one in ranks.started_with(end.rank):
+            one.ended = True
+        first_dead = ranks.first_dead() if ranks.per_node and end.exit_code else None
+        end = end if first_dead is None else replace(end, rank=first_dead)
+        local = ranks.by_rank[end.rank]
         end = add_local_facts(end, local, ranks, self._node.name, command=command)
         reason = "killed by its agent" if ranks.killed else exit_words(end.exit_code, end.signal, end.out_of_memory)
         known = {"exit_code": end.exit_code, "signal": end.signal, "reason": reason}
@@ -383,17 +412,19 @@ class NodeAgent:
     ) -> None:  # fmt: skip
         """Complete and report a rank's end, but report earlier exits first, since the first one matters most."""
         command = bool(self._config.command)
-        end = await complete_end(self._attempt, end, local.reported_end, command=command, logs=self._logs)
+        end = await complete_end(self._attempt, end, ranks, command=command, logs=self._logs)
         await _finish(before)
         if ranks is self._ranks:
-            self._peer.send(end)
-            local.reported = True
+            for each in share_end(end, ranks):
+                self._peer.send(each)
+                ranks.by_rank[each.rank].reported = True
             self._send_gone(ranks)
 
     def _gone(self, rank: int) -> None:
         """Record that this rank and all of its children are gone."""
         assert self._ranks is not None
-        self._ranks.by_rank[rank].gone = True
+        for one in self._ranks.started_with(rank):
+            one.gone = True
         self._send_gone(self._ranks)
 
     def _send_gone(self, ranks: LocalRanks) -> None:
@@ -454,6 +485,7 @@ class NodeAgent:
                 if self._reports.due(now):
                     self._peer.send(agents.ProgressReport(generation=0, waits=self._waits))
                 continue
+            ranks.find_programs()
             self._note_program(ranks, now)
             summary = ranks.summary()
             first = reported != ranks.generation and summary.stepped

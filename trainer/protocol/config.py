@@ -8,6 +8,7 @@ from typing import Any
 from checkpointing.config import CheckpointConfig
 from checkpointing.storage.durable import canonical, read_json
 from trainer.parallel.parallel_config import ParallelConfig
+from trainer.protocol import launchers
 from trainer.protocol.command_progress import CommandCheckpointsConfig, CommandProgressConfig
 from trainer.protocol.config_sections.fault_detection_config import DetectionConfig, DrillConfig
 from trainer.protocol.config_sections.limits import require_least
@@ -130,6 +131,9 @@ class ProgramConfig:
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
     command: tuple[str, ...] = ()
     """A torchrun script with its interpreter and arguments, to run instead of a workload."""
+    launcher: str = launchers.AUTO
+    """`orch`: orch starts the command once per rank; `node`: once per node, and the command starts its own ranks;
+    `auto`: `node` for commands such as `torchrun`, `accelerate launch` and `deepspeed`, and otherwise `orch`."""
     checkpoints: CommandCheckpointsConfig = field(default_factory=CommandCheckpointsConfig)
     progress: CommandProgressConfig = field(default_factory=CommandProgressConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
@@ -139,6 +143,10 @@ class ProgramConfig:
     """Secrets that `orch submit` takes from its environment (`[HF_TOKEN, WANDB_API_KEY]`)."""
     secrets_file: str = ""
     """Your own secrets file: NAME=VALUE lines, mode 0600. Each node reads it at every job start."""
+
+    def __post_init__(self) -> None:
+        if self.launcher not in (launchers.AUTO, launchers.PER_RANK, launchers.PER_NODE):
+            raise ValueError(f"launcher={self.launcher}: must be auto, orch or node")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,8 @@ loses lines if several hosts append to one file.
 """
 
 import os
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -77,6 +79,17 @@ class AttemptDir:
 
     def rank_log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank:05d}.log"
+
+    def share_log(self, rank: int, others: Iterable[int]) -> None:
+        """Make a rank's log that of other ranks too, since a launcher writes all their output to it. Raises OSError."""
+        for other in others:
+            with suppress(FileExistsError):
+                self.rank_log(other).symlink_to(self.rank_log(rank).name)
+
+    def output_log(self, rank: int) -> Path:
+        """Return the log with a rank's output: its own, or that of a rank with which it shares one."""
+        path = self.rank_log(rank)
+        return path.with_name(os.readlink(path)) if path.is_symlink() else path
 
     def agent_log(self, node: int) -> Path:
         return self.logs / f"agent-{node:04d}.log"

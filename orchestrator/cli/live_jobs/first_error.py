@@ -111,7 +111,7 @@ def _rank_failures(folder: AttemptDir) -> Iterator[RootFailure]:
     for outcome, path in all_outcomes(folder):
         if not outcome.secondary and outcome.exit_code not in _QUIET_ENDS:
             reason = f"{outcome.exception}: {outcome.message}" if outcome.exception else f"exit {outcome.exit_code}"
-            text = outcome.traceback or _around(folder.rank_log(outcome.rank), outcome.generation)
+            text = outcome.traceback or _around(folder.output_log(outcome.rank), outcome.generation)
             yield RootFailure(
                 attempt=folder.number, generation=outcome.generation, rank=outcome.rank, node=outcome.node,
                 step=outcome.step, time=outcome.time, path=path, reason=reason, text=text,
@@ -138,7 +138,7 @@ def _failures_in_events(folder: AttemptDir) -> tuple[list[RootFailure], list[Roo
 
 def _from_event(folder: AttemptDir, event: Event, fields: dict[str, Any]) -> RootFailure:
     failure = Failure.from_json(fields)
-    path = folder.rank_log(failure.rank) if failure.rank is not None else folder.agent_log(0)
+    path = folder.output_log(failure.rank) if failure.rank is not None else folder.agent_log(0)
     return _make(folder, failure, event.generation, event.time, path)
 
 

@@ -150,10 +150,11 @@ def _of_attempt(attempt: AttemptDir, wanted: LogSelection) -> list[LogSource]:
     if wanted.node is not None:
         return _existing([LogSource(f"node {wanted.node}", attempt.agent_log(wanted.node))])
     if wanted.rank == "all":
-        ranks = {int(match[1]) for path in attempt.logs.glob("rank-*") if (match := _RANK_LOG.fullmatch(path.name))}
+        paths = (path for path in attempt.logs.glob("rank-*") if not path.is_symlink())
+        ranks = {int(match[1]) for path in paths if (match := _RANK_LOG.fullmatch(path.name))}
         return [LogSource(f"rank {rank}", attempt.rank_log(rank)) for rank in sorted(ranks)]
     rank = int(wanted.rank or 0)
-    found = _existing([LogSource(f"rank {rank}", attempt.rank_log(rank))])
+    found = _existing([LogSource(f"rank {rank}", attempt.output_log(rank))])
     if found or wanted.rank is not None:
         return found
     # No rank has started yet: use the agents' logs, or else the scheduler's output files.

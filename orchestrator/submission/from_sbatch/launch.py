@@ -7,7 +7,6 @@ from itertools import dropwhile
 from typing import NamedTuple
 
 from orchestrator.errors import ConfigError
-from orchestrator.submission.command_script import PYTHON, SHELL, find_launcher
 from orchestrator.submission.from_sbatch.directives import Option, read_options
 from orchestrator.submission.from_sbatch.shell_text import (
     ShellLine,
@@ -20,6 +19,7 @@ from orchestrator.submission.from_sbatch.shell_text import (
     unescape,
     unquote,
 )
+from trainer.protocol.launchers import PYTHON, SHELL, find_launcher
 
 
 class Remark(NamedTuple):

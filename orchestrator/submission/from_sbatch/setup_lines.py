@@ -7,7 +7,6 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from orchestrator.scheduler.job_environment import SECRET
-from orchestrator.submission.command_script import find_launcher
 from orchestrator.submission.from_sbatch.launch import RANK_VARIABLES, LaunchLine, Remark, plain_words
 from orchestrator.submission.from_sbatch.shell_text import (
     Incomplete,
@@ -23,6 +22,7 @@ from orchestrator.submission.from_sbatch.shell_text import (
     unescape,
     unquote,
 )
+from trainer.protocol.launchers import find_launcher
 
 _PRINTS = frozenset(
     {

@@ -16,6 +16,7 @@ from trainer.protocol.command_progress import FOLDER_VARIABLE
 from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.scheduler_kinds import traits
 from trainer.protocol.config_sections.watch_config import AUTO
+from trainer.protocol.launchers import NodePlace, words_at
 from trainer.protocol.messages.agents import StartGeneration
 from trainer.protocol.messages.ranks import RankSpec, StartRank
 from trainer.protocol.node_identity import NodeIdentity
@@ -92,20 +93,23 @@ def gpus(identity: NodeIdentity, config: JobConfig, environ: Mapping[str, str]) 
     return {"CUDA_VISIBLE_DEVICES": ",".join(visible[identity.node * per_node : (identity.node + 1) * per_node])}
 
 
-def task_variables(spec: RankSpec, inherited: Mapping[str, str]) -> dict[str, object]:
-    """Return srun's variables of a rank, as if Slurm had started each rank as a task of its own.
+def task_variables(spec: RankSpec, inherited: Mapping[str, str], *, per_node: bool = False) -> dict[str, object]:
+    """Return srun's variables of a rank, as if Slurm had started each rank as a task of its own. If `per_node`, the
+    command of each node is one task.
 
     A program may take its rank from them. Slurm's own values describe the agents, of which each node has one.
     """
     if "SLURM_PROCID" not in inherited:
         return {}
     nodes = max(1, spec.world_size // spec.local_world_size)
-    per_node = f"{spec.local_world_size}(x{nodes})" if nodes > 1 else str(spec.local_world_size)
+    if per_node:
+        spec = replace(spec, rank=spec.node, local_rank=0, world_size=nodes, local_world_size=1)
+    tasks = f"{spec.local_world_size}(x{nodes})" if nodes > 1 else str(spec.local_world_size)
     return {
         "SLURM_PROCID": spec.rank, "SLURM_LOCALID": spec.local_rank, "SLURM_NODEID": spec.node,
         "SLURM_NNODES": nodes, "SLURM_NTASKS": spec.world_size, "SLURM_NPROCS": spec.world_size,
-        "SLURM_NTASKS_PER_NODE": spec.local_world_size, "SLURM_TASKS_PER_NODE": per_node,
-        "SLURM_STEP_NUM_TASKS": spec.world_size, "SLURM_STEP_TASKS_PER_NODE": per_node,
+        "SLURM_NTASKS_PER_NODE": spec.local_world_size, "SLURM_TASKS_PER_NODE": tasks,
+        "SLURM_STEP_NUM_TASKS": spec.world_size, "SLURM_STEP_TASKS_PER_NODE": tasks,
     }  # fmt: skip
 
 
@@ -120,11 +124,16 @@ class RankLauncher:
         host: str,
         sockets: FlightSockets | None = None,
         topology: Topology | None = None,
+        *,
+        per_node: bool = False,
     ) -> None:
-        """`host` is the address at which the coordinator reaches this agent. `sockets` are for flight servers."""
+        """`host` is the address at which the coordinator reaches this agent. `sockets` are for flight servers.
+        If `per_node`, the command is started once per node and starts its own ranks.
+        """
         self._topology = topology or Topology()
         self._run, self._attempt, self._config, self._identity = run, attempt, config, identity
         self._environ, self._reached_at, self._sockets = environ, host, sockets
+        self._per_node, self._hostfile = per_node, ""
 
     def launch_order(self, start: StartGeneration, local_rank: int, files: RankFiles | None = None) -> StartRank:
         """Return the order for one rank. `files` are those that a program's start-up module opens."""
@@ -135,31 +144,46 @@ class RankLauncher:
         order = StartRank(rank=spec.rank, generation=spec.generation, cores=tuple(cores), env=caches, spec=spec)
         if start.master is None:
             return order
-        folder, environ = working_directory(self._run, config), self._command_environment(spec, start) | caches
+        folder, command = working_directory(self._run, config), with_interpreter(config, self._environ)
+        at = self._node_place(spec, start.master)
+        environ = self._command_environment(spec, at, start.resume) | caches
+        if self._per_node:
+            command = words_at(command, at, {**self._environ, **environ})
         if files is not None and config.watch.instrument == AUTO:
             watchdog, saves = self._attempt.watchdog_flight(start.generation), self._attempt.program_saves(spec.node)
             environ |= instrument(files, {**self._environ, **environ}, watchdog, saves)
-        return replace(
-            order, spec=None, env=environ, command=with_interpreter(config, self._environ), folder=str(folder)
+        return replace(order, spec=None, env=environ, command=command, folder=str(folder))
+
+    def _node_place(self, spec: RankSpec, master: tuple[str, int]) -> NodePlace:
+        nodes = self._config.cluster.nodes
+        if nodes > 1 and not self._hostfile:
+            # Programs open it by path, so it takes no place on any disk.
+            descriptor = os.memfd_create("orch-hostfile", os.MFD_CLOEXEC)
+            rows = (f"node-{node} slots={spec.local_world_size}\n" for node in range(nodes))
+            os.write(descriptor, "".join(rows).encode())
+            self._hostfile = f"/proc/{os.getpid()}/fd/{descriptor}"
+        host, port = master
+        return NodePlace(
+            nodes=nodes, ranks=spec.local_world_size, node=spec.node, host=host, port=port, hostfile=self._hostfile
         )
 
     def bind(self, node_rank: int) -> tuple[list[list[int]], str]:
         """Return the cores of each local rank (empty: not bound) and the reason."""
+        if self._per_node:
+            return [[]] * self._config.cluster.ranks_per_node, "not bound: the command starts its own ranks"
         if self._config.cluster.bind == "off":
             return [[]] * self._config.cluster.ranks_per_node, "not bound: cluster.bind=off"
         place = place_on_machine(self._identity, self._config, node_rank)
         return bind_ranks(place, os.sched_getaffinity(0), self._topology)
 
-    def _command_environment(self, spec: RankSpec, start: StartGeneration) -> dict[str, str]:
-        config, inherited, master = self._config, self._environ, start.master
-        assert master is not None
+    def _command_environment(self, spec: RankSpec, at: NodePlace, resume: str) -> dict[str, str]:
+        config, inherited = self._config, self._environ
+        ranks = {**spec.torchrun_variables(), "MASTER_ADDR": at.host, "MASTER_PORT": at.port}
         threads = max(1, config.cluster.cpus_per_task // config.cluster.ranks_per_node)
         error_file = self._attempt.error_file(spec.rank, spec.generation)
         variables = {
-            **spec.torchrun_variables(),
-            **task_variables(spec, inherited),
-            "MASTER_ADDR": master[0],
-            "MASTER_PORT": master[1],
+            **(at.variables() if self._per_node else ranks),
+            **task_variables(spec, inherited, per_node=self._per_node),
             "TORCHELASTIC_MAX_RESTARTS": config.recovery.restarts_in_place,
             # torch would write the exception to the file without redacting secrets; the log has the same text.
             **({} if LISTED in inherited else {"TORCHELASTIC_ERROR_FILE": error_file}),
@@ -173,7 +197,7 @@ class RankLauncher:
             "ORCH_ATTEMPT": self._attempt.number,
             "ORCH_GENERATION": spec.generation,
             "ORCH_NODE_NAME": spec.node_name,
-            **({"ORCH_RESUME_PATH": start.resume} if start.resume else {}),
+            **({"ORCH_RESUME_PATH": resume} if resume else {}),
             "PATH": interpreter_first(inherited.get("PATH", os.defpath), rank_python(inherited)),
         }
         return {**{name: str(value) for name, value in variables.items()}, **config.env}

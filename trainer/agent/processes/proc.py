@@ -173,6 +173,23 @@ def group_members(groups: Collection[int]) -> dict[int, list[int]]:
     return found
 
 
+def descendants(pids: Collection[int]) -> dict[int, list[int]]:
+    """Return each of these processes with all that it has started, from one pass over /proc."""
+    parents = {}
+    for name in os.listdir(_PROC):
+        if name.isdigit():
+            with suppress(OSError):  # it has exited in the meantime
+                parents[int(name)] = int(_stat(_PROC / name / "stat")[_PARENT])
+    found: dict[int, list[int]] = {pid: [] for pid in pids}
+    for pid in parents:
+        one: int | None = pid
+        while one is not None and one not in found:
+            one = parents.get(one)
+        if one is not None:
+            found[one].append(pid)
+    return found
+
+
 def _stat(path: Path) -> list[str]:
     """Return a stat file's fields, starting with the state. The name before it may contain spaces and parentheses."""
     return path.read_text(errors="replace").rpartition(")")[2].split()

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import select
 import signal
 import socket
 import time
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from trainer.agent.flight.recorder import FlightSockets
 from trainer.agent.fork_server.instrumentation import RankFiles
 from trainer.agent.fork_server.link import ForkServerLink
-from trainer.agent.processes.proc import OomKills, kill_children, kill_group
+from trainer.agent.processes.proc import OomKills, is_descendant, kill_children, kill_group
 from trainer.protocol.config_sections.fault_detection_config import KINDS
 from trainer.protocol.config_sections.recipe_config import ClusterShape
 from trainer.protocol.failures.rank_end import RankEnd
@@ -41,8 +42,12 @@ class LocalRank:
     control: socket.socket
     theirs: socket.socket | None
     stacks: int  # memfd that receives its stacks
-    pid: int | None = None
+    log_rank: int  # rank whose log receives its output
+    pid: int | None = None  # the process that orch has started for it
     handle: int | None = None  # pidfd
+    program: int | None = None  # process of a launcher that trains as this rank
+    program_handle: int | None = None  # pidfd
+    left: float = 0.0  # time at which `program` was found dead; 0: it lives
     ended: bool = False
     gone: bool = False
     reported: bool = False  # its exit was reported to the coordinator
@@ -71,6 +76,19 @@ class LocalRank:
             self.reported_end = message
         return message
 
+    def follow(self, pid: int) -> None:
+        """Watch a process that a launcher has started as this rank, unless it is not a child of the launcher."""
+        try:
+            handle = os.pidfd_open(pid)
+        except OSError:  # it has ended
+            return
+        if self.pid is None or not is_descendant(pid, self.pid):
+            os.close(handle)
+            return
+        if self.program_handle is not None:
+            os.close(self.program_handle)
+        self.program, self.program_handle, self.left = pid, handle, 0.0
+
     def read_progress(self) -> Progress:
         """Return the newest consistent reading. A torn one, left by a rank that died while writing, is ignored."""
         reading = self.cell.read()
@@ -92,11 +110,22 @@ class LocalRank:
         return program is not None and is_instrumented(program.flags) and bool(program.flags & ProgramFlags.ANSWERS)
 
 
+_TOGETHER = 0.05
+"""Processes found dead within this many seconds may have ended in any order."""
+
+
+def _is_dead(handle: int) -> bool:
+    poll = select.poll()
+    poll.register(handle, select.POLLIN)
+    return bool(poll.poll(0))
+
+
 class LocalRanks:
     """All ranks of one generation on this node."""
 
-    def __init__(self, generation: int, ranks: range) -> None:
-        self.generation = generation
+    def __init__(self, generation: int, ranks: range, *, per_node: bool = False) -> None:
+        """If `per_node`, one process, the first rank's, starts all ranks."""
+        self.generation, self.per_node = generation, per_node
         self.killed, self.started = False, time.monotonic()
         self.oom_kills = OomKills()
         self.by_rank: dict[int, LocalRank] = {}
@@ -105,7 +134,10 @@ class LocalRanks:
             ours.setblocking(False)
             cell = ProgressCell.create(f"orch-progress-{rank}")
             stacks = os.memfd_create(f"orch-stacks-{rank}", os.MFD_CLOEXEC)
-            self.by_rank[rank] = LocalRank(rank=rank, cell=cell, control=ours, theirs=theirs, stacks=stacks)
+            self.by_rank[rank] = LocalRank(
+                rank=rank, cell=cell, control=ours, theirs=theirs, stacks=stacks,
+                log_rank=ranks[0] if per_node else rank,
+            )  # fmt: skip
 
     def files(self, sockets: FlightSockets) -> RankFiles:
         """Return the files that the start-up modules of these ranks open."""
@@ -116,9 +148,37 @@ class LocalRanks:
             sockets=tuple(sockets.path(local.rank, self.generation) for local in everybody),
         )
 
+    def started_with(self, rank: int) -> list[LocalRank]:
+        """Return the ranks of the process that was started for this rank."""
+        return list(self.by_rank.values()) if self.per_node else [self.by_rank[rank]]
+
+    def find_programs(self) -> None:
+        """Find the processes that a launcher has started as ranks, and those that have ended."""
+        for local in self.by_rank.values() if self.per_node else ():
+            record = local.cell.program()
+            if record is not None and local.pid is not None and record.pid not in (local.pid, local.program):
+                local.follow(record.pid)
+            if local.program_handle is not None and not local.left and _is_dead(local.program_handle):
+                local.left = time.monotonic()
+
+    def awaits_program(self, order: InjectFault) -> bool:
+        """Return whether a fault is for a rank that its launcher has not started yet."""
+        if not self.per_node or order.kind in AGENT_KINDS:
+            return False
+        local = self.by_rank[order.at]
+        return local.program is None and not local.ended
+
+    def first_dead(self) -> int | None:
+        """Return the rank whose process a launcher lost first, or None if that is unclear."""
+        self.find_programs()
+        dead = sorted((local.left, local.rank) for local in self.by_rank.values() if local.left)
+        is_clear = len(dead) == 1 or (len(dead) > 1 and dead[1][0] - dead[0][0] > _TOGETHER)
+        return dead[0][1] if is_clear else None
+
     def memory_kill(self, rank: int, number: int | None) -> str:
         """Describe how the kernel killed this rank for lack of memory. Return "" if it did not."""
-        return self.oom_kills.words(self.by_rank[rank].pid) if number == signal.SIGKILL else ""
+        local = self.by_rank[rank]
+        return self.oom_kills.words(local.program or local.pid) if number == signal.SIGKILL else ""
 
     def ask(self, reason: StopReason, deadline: float) -> None:
         """Write a request into every cell; `deadline` is on this node's monotonic clock."""
@@ -199,9 +259,10 @@ class LocalRanks:
         for local in self.by_rank.values():
             local.control.close()
             local.close_theirs()
-            if local.handle is not None:
-                os.close(local.handle)
-                local.handle = None
+            for handle in (local.handle, local.program_handle):
+                if handle is not None:
+                    os.close(handle)
+            local.handle = local.program_handle = None
             os.close(local.stacks)
             local.cell.close()
 
@@ -345,5 +406,8 @@ def inject(order: InjectFault, ranks: LocalRanks) -> None:
     local = ranks.by_rank[order.at]
     if kind not in _BY_SIGNAL:
         local.cell.order_drill(list(KINDS).index(kind), order.serial, order.value)
+    elif local.program_handle is not None:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            signal.pidfd_send_signal(local.program_handle, _BY_SIGNAL[kind])
     elif local.pid is not None and not local.ended:
         os.kill(local.pid, _BY_SIGNAL[kind])

@@ -3,14 +3,16 @@
 import json
 import re
 import signal
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trainer.agent.processes.background_tasks import run_detached
 from trainer.agent.processes.log_pipes import LogPipes
+from trainer.agent.rank_processes.launcher_report import LauncherReport, lines_of_rank, read_report
 from trainer.agent.rank_processes.local_ranks import LocalRank, LocalRanks
 from trainer.protocol.failures.failure_patterns import Meaning, has_meaning
 from trainer.protocol.failures.rank_end import RankEnd, find_outcome, pack_error_file
@@ -46,16 +48,23 @@ class LastOutput:
     exception: str | None = None
     message: str | None = None
     uncaught: str | None = None  # newest C++ exception
+    report: LauncherReport = field(default_factory=LauncherReport)  # of the launcher that started the ranks, if any
 
 
-def last_output(log: Path, generation: int, error_file: Path) -> LastOutput:
-    """Return this generation's last output from a rank's log and from the error file of torch's `@record`."""
+def last_output(log: Path, generation: int, error_file: Path, ranks: Sequence[int] = (), dead: int = -1) -> LastOutput:
+    """Return this generation's last output from a rank's log and from the error file of torch's `@record`.
+    `ranks` are those that a launcher has started and that share the log; `dead` is the one known to have died first.
+    """
     try:
         raw = read_tail(log, _MOST).rpartition(f"{generation_mark(generation)}\n".encode())[2]
     except OSError:
         raw = b""
     text = raw.decode(errors="replace")
-    lines = [_plain(line) for line in text.split("\n")]
+    lines, report = [_plain(line) for line in text.split("\n")], LauncherReport()
+    if ranks:
+        report, lines = read_report(lines)
+        named = dict(enumerate(ranks)).get(-1 if report.local_rank is None else report.local_rank, dead)
+        lines = lines_of_rank(lines, named) if named >= 0 else lines
     exception, message = _read_error_file(error_file) or _parse_traceback(lines) or (None, None)
     shown, caught = [line[:WIDTH] for line in lines if line.strip()][-LINES:], _WHAT.findall(text)
     return LastOutput(
@@ -64,6 +73,7 @@ def last_output(log: Path, generation: int, error_file: Path) -> LastOutput:
         exception=exception,
         message=message,
         uncaught=caught[-1].strip() if caught else None,
+        report=report,
     )
 
 
@@ -121,17 +131,25 @@ def add_local_facts(end: RankEnd, local: LocalRank, ranks: LocalRanks, node: str
     )  # fmt: skip
 
 
+def share_end(end: RankEnd, ranks: LocalRanks) -> list[RankEnd]:
+    """Return the ends of all ranks that ended with this one, the cause first."""
+    others = [one.rank for one in ranks.started_with(end.rank) if one.rank != end.rank]
+    shared = replace(end, secondary=True, out_of_memory="", signal=None, exit_code=end.exit_code or 1)
+    return [end, *(replace(end if end.good else shared, rank=rank) for rank in others)]
+
+
 async def complete_end(
-    attempt: AttemptDir, end: RankEnd, own: RankEnd | None, *, command: bool, logs: LogPipes
+    attempt: AttemptDir, end: RankEnd, ranks: LocalRanks, *, command: bool, logs: LogPipes
 ) -> RankEnd:
-    """Complete a rank's end for the coordinator with the rank's own report, from its socket (`own`) or its files.
+    """Complete a rank's end for the coordinator with the rank's own report, from its socket or its files.
     Files that the file system shows late are not awaited, since orch's own ranks report the same over their sockets.
     """
+    local = ranks.by_rank[end.rank]
     with suppress(TimeoutError, RuntimeError):  # RuntimeError: the node cannot start another thread
-        await run_detached(lambda: logs.settle(attempt.rank_log(end.rank), _READ_SECONDS), _READ_SECONDS)
+        await run_detached(lambda: logs.settle(attempt.rank_log(local.log_rank), _READ_SECONDS), _READ_SECONDS)
     if command:
-        return await _complete_command_end(attempt, end)
-    cpp_exception = None
+        return await _complete_command_end(attempt, end, local, ranks)
+    cpp_exception, own = None, local.reported_end
     with suppress(TimeoutError, RuntimeError):
         written, cpp_exception = await run_detached(partial(_left_in_files, attempt, end), _READ_SECONDS)
         own = written or own
@@ -144,15 +162,19 @@ async def complete_end(
     )  # fmt: skip
 
 
-async def _complete_command_end(attempt: AttemptDir, end: RankEnd) -> RankEnd:
+async def _complete_command_end(attempt: AttemptDir, end: RankEnd, local: LocalRank, ranks: LocalRanks) -> RankEnd:
     if end.exit_code == 0:
         return end
-    output, error_file = LastOutput(), attempt.error_file(end.rank, end.generation)
+    output, error_file = LastOutput(), attempt.error_file(local.log_rank, end.generation)
+    launched = tuple(ranks.by_rank) if ranks.per_node else ()
     with suppress(TimeoutError, RuntimeError):
-        read = partial(last_output, attempt.rank_log(end.rank), end.generation, error_file)
+        log = attempt.rank_log(local.log_rank)
+        read = partial(last_output, log, end.generation, error_file, launched, end.rank)
         output = await run_detached(read, _READ_SECONDS)
+    if launched and end.signal is None:
+        end = _follow_report(end, output.report, ranks)
     with suppress(TimeoutError, RuntimeError, OSError):
-        pack = partial(pack_error_file, attempt, end.node, end.rank, end.generation)
+        pack = partial(pack_error_file, attempt, end.node, local.log_rank, end.generation)
         await run_detached(pack, _READ_SECONDS)
     end = replace(end, lines=output.lines, written=output.written)
     if end.signal is None and output.exception is not None:
@@ -160,6 +182,17 @@ async def _complete_command_end(attempt: AttemptDir, end: RankEnd) -> RankEnd:
         secondary = _is_from_torch(output.exception) and has_meaning(message, Meaning.PEER_GONE)
         return replace(end, exception=output.exception, message=message, secondary=secondary)
     return replace(end, message=output.uncaught) if end.signal == signal.SIGABRT else end
+
+
+def _follow_report(end: RankEnd, report: LauncherReport, ranks: LocalRanks) -> RankEnd:
+    """Return the end of the rank that a launcher has reported, instead of the launcher's own end."""
+    rank = next((rank for at, rank in enumerate(ranks.by_rank) if at == report.local_rank), end.rank)
+    end = replace(end, rank=rank, stepped=ranks.by_rank[rank].has_stepped())
+    if report.exit_code is None and report.signal is None:
+        return end
+    return replace(
+        end, exit_code=report.exit_code, signal=report.signal, out_of_memory=ranks.memory_kill(rank, report.signal)
+    )
 
 
 def _is_from_torch(exception: str) -> bool:

@@ -322,7 +322,7 @@ class EvidenceCollector:
         return Subject(
             rank=local.rank,
             pid=None if local.ended else sampler.training_pid(local),
-            log=self._attempt.rank_log(local.rank),
+            log=self._attempt.rank_log(local.log_rank),
             stacks=local.stacks,
             socket=self._sockets.path(local.rank, generation),
             cell={**asdict(local.last), "phase": local.last.phase.name.lower(), "seen": seen},

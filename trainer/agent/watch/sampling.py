@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from trainer.agent.processes.proc import (
     ProcessActivity,
+    descendants,
     group_members,
     read_activity,
     threads_cpu_seconds,
@@ -157,13 +158,14 @@ class Sampler:
         self, ranks: LocalRanks, name: str, writer: Callable[[int], int | None] = no_writer, *,
         programs: ProgramWatch | None = None,
         clock: Callable[[], float] = time.monotonic, signs: Callable[[int], ProcessActivity | None] = read_activity,
-        groups: Callable[[Collection[int]], Mapping[int, list[int]]] = group_members,
+        groups: Callable[[Collection[int]], Mapping[int, list[int]]] | None = None,
         answers: Callable[[int], float] | None = None,
     ) -> None:  # fmt: skip
         self._ranks, self._name, self._clock, self._signs = ranks, name, clock, signs
         self._programs = programs
         self._answers = answers or AnswerTimes()
-        self._writer, self._groups = writer, groups
+        # Launchers may start all ranks in one process group.
+        self._writer, self._groups = writer, groups or (descendants if ranks.per_node else group_members)
         self._watched = {rank: _RankHistory(started=clock()) for rank in ranks.by_rank}
         self._looked = float("-inf")
         self._p99: dict[str, float] = {}
@@ -241,11 +243,13 @@ class Sampler:
         if not still or now - self._looked < _LOOK_EVERY:
             return
         self._looked = now
-        groups = self._groups({local.pid for local in still if local.pid is not None})
+        training = {local.rank: self.training_pid(local) for local in still}
+        leading = training if self._ranks.per_node else {local.rank: local.pid for local in still}
+        groups = self._groups({pid for pid in leading.values() if pid is not None})
         for local in still:
-            pid = self.training_pid(local)
-            if local.pid is not None and pid is not None:
-                self._examine_rank(local, pid, groups.get(local.pid, []), now)
+            pid, leader = training[local.rank], leading[local.rank]
+            if leader is not None and pid is not None:
+                self._examine_rank(local, pid, groups.get(leader, []), now)
                 if self._programs is not None:
                     self._programs.compare_stacks(local, self._watched[local.rank].state or "")
 

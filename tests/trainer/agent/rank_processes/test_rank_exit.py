@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from trainer.agent.processes.log_pipes import LogPipes
+from trainer.agent.rank_processes.local_ranks import LocalRanks
 from trainer.agent.rank_processes.rank_exit import LINES, WIDTH, LastOutput, complete_end, last_output
 from trainer.protocol.failures.rank_end import RankEnd
 from trainer.protocol.logs.log_rotation import LogFile
@@ -17,7 +18,15 @@ from trainer.protocol.run_dir import AttemptDir
 ENDED = RankEnd(rank=0, generation=1, node="n", exit_code=1, step=None)
 
 
-def test_words_that_are_still_on_their_way_to_the_log_are_waited_for(tmp_path, monkeypatch):
+@pytest.fixture
+def ranks():
+    found = LocalRanks(1, range(1))
+    yield found
+    found.close()
+    found.by_rank[0].close_theirs()
+
+
+def test_words_that_are_still_on_their_way_to_the_log_are_waited_for(tmp_path, monkeypatch, ranks):
     attempt, write, waited_for = AttemptDir(tmp_path / "001"), LogFile.write, threading.Event()
     attempt.make()
 
@@ -29,7 +38,7 @@ def test_words_that_are_still_on_their_way_to_the_log_are_waited_for(tmp_path, m
     monkeypatch.setattr(LogFile, "write", lambda file, data: (waited_for.wait(60), write(file, data)))
     pipes = Pipes()
     os.write(pipes.descriptor(attempt.rank_log(0)), b"Traceback (most recent call last):\n  ...\nMyError: last words\n")
-    report = asyncio.run(complete_end(attempt, ENDED, None, command=True, logs=pipes))
+    report = asyncio.run(complete_end(attempt, ENDED, ranks, command=True, logs=pipes))
     waited_for.set()
     pipes.close(10)
     assert (report.exception, report.message) == ("MyError", "last words")
@@ -44,12 +53,12 @@ def test_words_that_are_still_on_their_way_to_the_log_are_waited_for(tmp_path, m
         ("requests.exceptions.ConnectionError: ('Connection aborted.', Connection reset by peer)", False),
     ],
 )
-def test_only_what_torch_raises_follows_from_a_lost_peer(tmp_path, raised, follows):
+def test_only_what_torch_raises_follows_from_a_lost_peer(tmp_path, raised, follows, ranks):
     attempt = AttemptDir(tmp_path / "001")
     attempt.make()
     attempt.rank_log(0).write_text(f"Traceback (most recent call last):\n  ...\n{raised}\n")
     pipes = LogPipes()
-    report = asyncio.run(complete_end(attempt, ENDED, None, command=True, logs=pipes))
+    report = asyncio.run(complete_end(attempt, ENDED, ranks, command=True, logs=pipes))
     pipes.close(10)
     assert report.exception == raised.partition(":")[0].rpartition(".")[2]
     assert report.secondary is follows

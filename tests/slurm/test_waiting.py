@@ -134,10 +134,10 @@ def test_orch_orders_its_own_waiting_runs(lab: SlurmLab, user: User) -> None:
 
 @pytest.mark.proof
 def test_status_shows_what_a_run_waits_for(lab: SlurmLab, user: User) -> None:
-    for _ in range(1):
-        lab.ask("sbatch", "-A", "poor", "-q", "debug", "-c", "4", "-o", "/dev/null", "--wrap", "sleep 600")
+    lab.ask("sbatch", "-A", "poor", "-q", "debug", "-c", "4", "-o", "/dev/null", "--wrap", "sleep 600")
     run = submit_sleep(user, nodes=1, ranks_per_node=1, cpus_per_task=4, account="poor", qos="debug")
     said = "QOS debug: GrpTRES=cpu=6, 4 in use by 1 job; this job requests 4"
-    user.until(lambda: said in user.status(run)["reason"], 150, said)
+    # Slurm is asked about a waiting job every half a minute for each call that takes, and about limits after a minute.
+    user.until(lambda: said in user.status(run)["reason"], 400, said)
     assert said in user.run("show", run).stdout.replace("\n", " ")
     assert os.environ["SLURM_CONF"] == str(lab.conf)

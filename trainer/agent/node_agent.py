@@ -5,7 +5,6 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -24,17 +23,16 @@ from trainer.agent.processes.log_pipes import LogPipes
 from trainer.agent.rank_processes import local_ranks
 from trainer.agent.rank_processes.checkpoint_writers import CheckpointWriters
 from trainer.agent.rank_processes.local_ranks import LocalRank, LocalRanks
-from trainer.agent.rank_processes.rank_exit import add_local_facts, complete_end, share_end
+from trainer.agent.rank_processes.rank_exit import add_local_facts, complete_end, end_launcher, share_end, write_end
 from trainer.agent.watch.evidence import EvidenceCollector
 from trainer.agent.watch.hang_limits import ReportSchedule
 from trainer.agent.watch.program_notice import ProgramNotice, describe_program
-from trainer.agent.watch.program_watch import ProgramWatch
+from trainer.agent.watch.program_watch import watch_programs
 from trainer.agent.watch.sampling import Sampler, no_writer
 from trainer.protocol.config import JobConfig
 from trainer.protocol.events import EventKind, EventLog
 from trainer.protocol.failures.outcome import AgentEnd, ExitCode
-from trainer.protocol.failures.rank_end import RankEnd, exit_words, signal_name
-from trainer.protocol.launchers import starts_once_per_node
+from trainer.protocol.failures.rank_end import RankEnd, signal_name
 from trainer.protocol.messages import agents
 from trainer.protocol.messages.ranks import (
     ForkServerReady,
@@ -140,7 +138,7 @@ class NodeAgent:
             lambda: prepare_node(self._config, self._run.name, self._environ, visible, note_wait)
         )
         self._waits = ""
-        per_node = await background_tasks.start_detached(self._starts_once_per_node)
+        per_node = await background_tasks.start_detached(lambda: launch_order.is_per_node(self._run, self._config))
         self._environ = {**self._environ, **prepared.variables}
         self._launcher = RankLauncher(
             self._run, self._attempt, self._config, self._node, self._environ, self._peer.host, self._sockets,
@@ -153,11 +151,6 @@ class NodeAgent:
             staged = f"staged {found['staged']} in {found['seconds']} s; " if prepared.staged else ""
             _log(staged + " ".join(f"{name}={value}" for name, value in prepared.variables.items()))
         return faults
-
-    def _starts_once_per_node(self) -> bool:
-        config = self._config
-        folder = launch_order.working_directory(self._run, config)
-        return bool(config.command) and starts_once_per_node(config.launcher, config.command, folder)
 
     def on_signal(self, number: int) -> None:
         """Forward a signal from Slurm or a person to the coordinator, which decides what it means."""
@@ -306,7 +299,8 @@ class NodeAgent:
         self._events.generation = start.generation
         ranks = self._ranks = LocalRanks(start.generation, self._local_ranks(), per_node=self._per_node)
         writer = self._writers.writer_pid if self._writers is not None else no_writer
-        self._sampler = Sampler(ranks, self._node.name, writer, programs=self._watch_programs())
+        programs = watch_programs(self._attempt, self._config, ranks, self._logs) if self._config.command else None
+        self._sampler = Sampler(ranks, self._node.name, writer, programs=programs)
         if self._link is None or self._link.lost:
             # It died after the other nodes were ready; its replacement is for the next generation.
             ranks.mark_never_started()
@@ -314,7 +308,7 @@ class NodeAgent:
             return
         self._report_binding(start.node_rank, ranks)
         if self._per_node:
-            self._tasks.spawn(self._share_log(ranks))
+            self._tasks.spawn(local_ranks.share_log(self._attempt, ranks))
         for local_rank, local in enumerate(ranks.by_rank.values()):
             if local_rank == 0 or not self._per_node:
                 order = self._launcher.launch_order(start, local_rank, ranks.files(self._sockets))
@@ -324,19 +318,6 @@ class NodeAgent:
             local.close_theirs()
         if start.generation > 1 and not self._warm and self._node.node == 0:  # its ranks import everything again
             self._tasks.spawn(code_at_start.note_changes(self._attempt, self._config, self._events))
-
-    def _watch_programs(self) -> ProgramWatch | None:
-        if not self._config.command:
-            return None
-        slow, shared = self._config.detection.hang.slow, self._per_node and self._config.cluster.ranks_per_node > 1
-        if shared:  # it is unknown which of the ranks printed a line
-            return ProgramWatch(slow=slow)
-        return ProgramWatch(lambda rank: self._logs.rhythm(self._attempt.rank_log(rank)), slow)
-
-    async def _share_log(self, ranks: LocalRanks) -> None:
-        first, *others = ranks.by_rank
-        with suppress(OSError):  # only the command line misses it
-            await background_tasks.start_detached(lambda: self._attempt.share_log(first, others))
 
     def _report_binding(self, node_rank: int, ranks: LocalRanks) -> None:
         cores, reason = self._launcher.bind(node_rank)
@@ -376,7 +357,7 @@ class NodeAgent:
         assert self._ranks is not None
         local = self._ranks.by_rank[spawned.rank]
         local.handle = handle
-        for one in self._ranks.started_with(spawned.rank):
+        for one in self._ranks.ranks_of_process(spawned.rank):
             one.pid = spawned.pid
         asyncio.get_running_loop().add_reader(handle, self._on_pid_dead, self._ranks, local)
 
@@ -395,15 +376,14 @@ class NodeAgent:
         """Report everything known about a rank's end."""
         assert self._ranks is not None
         ranks, command = self._ranks, bool(self._config.command)
-        for one in ranks.started_with(end.rank):
+        for one in ranks.ranks_of_process(end.rank):
             one.ended = True
         first_dead = ranks.first_dead() if ranks.per_node and end.exit_code else None
         end = end if first_dead is None else replace(end, rank=first_dead)
         local = ranks.by_rank[end.rank]
         end = add_local_facts(end, local, ranks, self._node.name, command=command)
-        reason = "killed by its agent" if ranks.killed else exit_words(end.exit_code, end.signal, end.out_of_memory)
-        known = {"exit_code": end.exit_code, "signal": end.signal, "reason": reason}
-        self._events.write(EventKind.RANK_EXITED, rank=end.rank, node=self._node.name, **known)
+        if not ranks.per_node:  # otherwise the launcher's report is read first
+            write_end(self._events, end, ranks)
         self._peer.send(ranks.summary())
         self._last_exit_report = self._tasks.spawn(self._report_end(ranks, local, end, self._last_exit_report))
 
@@ -414,6 +394,8 @@ class NodeAgent:
         command = bool(self._config.command)
         end = await complete_end(self._attempt, end, ranks, command=command, logs=self._logs)
         await _finish(before)
+        if ranks.per_node:
+            write_end(self._events, end, ranks)
         if ranks is self._ranks:
             for each in share_end(end, ranks):
                 self._peer.send(each)
@@ -423,7 +405,7 @@ class NodeAgent:
     def _gone(self, rank: int) -> None:
         """Record that this rank and all of its children are gone."""
         assert self._ranks is not None
-        for one in self._ranks.started_with(rank):
+        for one in self._ranks.ranks_of_process(rank):
             one.gone = True
         self._send_gone(self._ranks)
 
@@ -485,7 +467,8 @@ class NodeAgent:
                 if self._reports.due(now):
                     self._peer.send(agents.ProgressReport(generation=0, waits=self._waits))
                 continue
-            ranks.find_programs()
+            if ranks.find_programs() and self._link is not None:
+                self._tasks.spawn(end_launcher(ranks, self._attempt, self._link))
             self._note_program(ranks, now)
             summary = ranks.summary()
             first = reported != ranks.generation and summary.stepped

@@ -1,4 +1,4 @@
-"""Launchers of ranks in a `command:`: how to recognize them, and how each is told its place among several nodes."""
+"""Launchers of ranks in a `command:`: how to recognize them, and the options that give each its place."""
 
 import re
 import shlex
@@ -190,7 +190,7 @@ def _find_script_index(words: Sequence[str]) -> int:
 # -- shell and Python scripts
 
 _BOTH_STREAMS = re.compile(r"\d*>&\d")
-_SEPARATORS = frozenset({"&&", "||", "|", ";", "&", "(", ")", "do", "then", "else", "{"})
+_SEPARATOR = re.compile(r"&&|\|\|?|[;&(){]|do|then|else")
 _INTERPRETER = re.compile(r"(?:.*/)?(?:python[\d.]*|bash|sh)")
 _PLAIN = re.compile(r"(?:-[uOBEsSIqv]+|--)")
 """Interpreter options without a value, which may precede a script."""
@@ -224,7 +224,7 @@ def lines_of_words(text: str) -> Iterator[list[str]]:
 def simple_commands(text: str) -> Iterator[list[str]]:
     """Yield the simple commands in shell text, approximately: the words between separators and line ends."""
     for line in lines_of_words(text):
-        for is_separator, words in groupby(line, _SEPARATORS.__contains__):
+        for is_separator, words in groupby(line, lambda word: _SEPARATOR.fullmatch(word) is not None):
             if not is_separator:
                 yield list(words)
 
@@ -261,7 +261,7 @@ SPAWN = "torch.multiprocessing.spawn"
 
 @dataclass(frozen=True, kw_only=True)
 class OwnLauncher:
-    """What starts a command's ranks, if orch does not."""
+    """Launcher of a command's ranks, or a script that starts them itself."""
 
     launcher: Launcher = NO_LAUNCHER
     in_shell: bool = False  # in a shell script, to whose commands orch adds no options
@@ -309,7 +309,7 @@ class NodePlace:
         }  # fmt: skip
 
 
-def words_at(command: Sequence[str], place: NodePlace, environ: Mapping[str, str]) -> tuple[str, ...]:
+def place_launcher(command: Sequence[str], place: NodePlace, environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the command with the options that give its launcher this place; the last option of a name counts."""
     found = find_launcher(command)
     if not found.name:

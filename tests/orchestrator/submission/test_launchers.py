@@ -7,7 +7,7 @@ import pytest
 from orchestrator.config.run_config import ClusterConfig, RunConfig
 from orchestrator.errors import ConfigError
 from orchestrator.submission import user_code
-from trainer.protocol.launchers import NodePlace, starts_once_per_node, words_at
+from trainer.protocol.launchers import NodePlace, place_launcher, starts_once_per_node
 
 
 @pytest.fixture(autouse=True)
@@ -195,13 +195,13 @@ WORDS = [
 @pytest.mark.parametrize(("command", "options"), WORDS)
 def test_the_options_of_a_place_come_before_the_script(command: str, options: str) -> None:
     before, _, after = command.partition("train.py")
-    assert " ".join(words_at(command.split(), PLACE, {})) == f"{before}{options} train.py{after}"
+    assert " ".join(place_launcher(command.split(), PLACE, {})) == f"{before}{options} train.py{after}"
 
 
 def test_on_one_node_deepspeed_keeps_the_devices_of_the_job() -> None:
     alone = NodePlace(nodes=1, ranks=4, node=0, host="n0", port=777)
-    assert "--num_gpus=4" in words_at(["deepspeed", "train.py"], alone, {})
-    assert words_at(["deepspeed", "train.py"], alone, {"CUDA_VISIBLE_DEVICES": "2,3"}) == (
+    assert "--num_gpus=4" in place_launcher(["deepspeed", "train.py"], alone, {})
+    assert place_launcher(["deepspeed", "train.py"], alone, {"CUDA_VISIBLE_DEVICES": "2,3"}) == (
         "deepspeed", "--master_port=777", "train.py",
     )  # fmt: skip
 

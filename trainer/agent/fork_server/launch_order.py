@@ -16,7 +16,7 @@ from trainer.protocol.command_progress import FOLDER_VARIABLE
 from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.scheduler_kinds import traits
 from trainer.protocol.config_sections.watch_config import AUTO
-from trainer.protocol.launchers import NodePlace, words_at
+from trainer.protocol.launchers import NodePlace, place_launcher, starts_once_per_node
 from trainer.protocol.messages.agents import StartGeneration
 from trainer.protocol.messages.ranks import RankSpec, StartRank
 from trainer.protocol.node_identity import NodeIdentity
@@ -55,6 +55,12 @@ def working_directory(run: RunDir, config: JobConfig) -> Path:
     The folder may be absent if its file system is not mounted. In any other, the program would find no checkpoint.
     """
     return Path(config.env.get(FOLDER_VARIABLE) or _from_record(run) or run.path)
+
+
+def is_per_node(run: RunDir, config: JobConfig) -> bool:
+    """Return whether a command is started once per node, and starts its own ranks."""
+    folder = working_directory(run, config)
+    return bool(config.command) and starts_once_per_node(config.launcher, config.command, folder)
 
 
 def _from_record(run: RunDir) -> str | None:
@@ -148,7 +154,7 @@ class RankLauncher:
         at = self._node_place(spec, start.master)
         environ = self._command_environment(spec, at, start.resume) | caches
         if self._per_node:
-            command = words_at(command, at, {**self._environ, **environ})
+            command = place_launcher(command, at, {**self._environ, **environ})
         if files is not None and config.watch.instrument == AUTO:
             watchdog, saves = self._attempt.watchdog_flight(start.generation), self._attempt.program_saves(spec.node)
             environ |= instrument(files, {**self._environ, **environ}, watchdog, saves)

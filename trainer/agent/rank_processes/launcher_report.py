@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherReport:
-    """What a launcher knows about a failed rank; None: unknown."""
+    """Facts about a failed rank that its launcher has printed; None: unknown."""
 
     local_rank: int | None = None
     exit_code: int | None = None
     signal: int | None = None
+    is_complete: bool = False  # the launcher has ended its ranks, and prints nothing more about the program
 
 
 _REPORTS = (
@@ -31,7 +32,7 @@ _REPORTS = (
 )
 """Patterns, one for each form of report. Most launchers print one line for the rank that failed first."""
 _OWN_TRACEBACK = _REPORTS[0]
-"""Report that the launcher's own traceback follows, which says nothing about the program."""
+"""Report after which only the launcher's own traceback follows. Printing it and exiting can take seconds."""
 _PREFIX = re.compile(r"^\[rank(\d+)\]: ?")
 """Prefix that torch puts on every line of a rank's traceback."""
 
@@ -41,8 +42,8 @@ def read_report(lines: Sequence[str]) -> tuple[LauncherReport, list[str]]:
     for at, line in enumerate(lines):
         for pattern in _REPORTS:
             if (found := pattern.search(line)) is not None:
-                kept = lines[:at] if pattern is _OWN_TRACEBACK else lines
-                return _read_match(found), list(kept)
+                is_complete = pattern is _OWN_TRACEBACK
+                return replace(_read_match(found), is_complete=is_complete), list(lines[:at] if is_complete else lines)
     return LauncherReport(), list(lines)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from trainer.agent.flight.recorder import FlightSockets
 from trainer.agent.fork_server.instrumentation import RankFiles
 from trainer.agent.fork_server.link import ForkServerLink
+from trainer.agent.processes.background_tasks import start_detached
 from trainer.agent.processes.proc import OomKills, is_descendant, kill_children, kill_group
 from trainer.protocol.config_sections.fault_detection_config import KINDS
 from trainer.protocol.config_sections.recipe_config import ClusterShape
@@ -31,6 +32,7 @@ from trainer.protocol.node_identity import process_state
 from trainer.protocol.rank_progress.program_record import ProgramFlags, is_instrumented
 from trainer.protocol.rank_progress.progress import Progress, ProgressCell, StopReason
 from trainer.protocol.requests import REFUSED, Request
+from trainer.protocol.run_dir import AttemptDir
 
 
 @dataclass(kw_only=True)
@@ -148,18 +150,20 @@ class LocalRanks:
             sockets=tuple(sockets.path(local.rank, self.generation) for local in everybody),
         )
 
-    def started_with(self, rank: int) -> list[LocalRank]:
+    def ranks_of_process(self, rank: int) -> list[LocalRank]:
         """Return the ranks of the process that was started for this rank."""
         return list(self.by_rank.values()) if self.per_node else [self.by_rank[rank]]
 
-    def find_programs(self) -> None:
-        """Find the processes that a launcher has started as ranks, and those that have ended."""
+    def find_programs(self) -> bool:
+        """Find the processes that a launcher has started as ranks. Return whether the first one of them has ended."""
+        before = any(local.left for local in self.by_rank.values())
         for local in self.by_rank.values() if self.per_node else ():
             record = local.cell.program()
             if record is not None and local.pid is not None and record.pid not in (local.pid, local.program):
                 local.follow(record.pid)
             if local.program_handle is not None and not local.left and _is_dead(local.program_handle):
                 local.left = time.monotonic()
+        return not before and any(local.left for local in self.by_rank.values())
 
     def awaits_program(self, order: InjectFault) -> bool:
         """Return whether a fault is for a rank that its launcher has not started yet."""
@@ -205,8 +209,8 @@ class LocalRanks:
         return all(local.gone for local in self.by_rank.values())
 
     def all_stopped(self) -> bool:
-        """Return whether all remaining processes are stopped by a signal, so that none can act on SIGTERM."""
-        remaining = [local.pid for local in self.by_rank.values() if not local.gone]
+        """Return whether a signal has stopped all remaining ranks, so that none can act on SIGTERM."""
+        remaining = [local.program or local.pid for local in self.by_rank.values() if not (local.gone or local.left)]
         return all(pid is not None and process_state(pid) == "T" for pid in remaining)
 
     def all_reported(self) -> bool:
@@ -265,6 +269,13 @@ class LocalRanks:
             local.handle = local.program_handle = None
             os.close(local.stacks)
             local.cell.close()
+
+
+async def share_log(attempt: AttemptDir, ranks: LocalRanks) -> None:
+    """Make the log of the first rank that of all ranks."""
+    first, *others = ranks.by_rank
+    with contextlib.suppress(OSError):  # only the command line misses it
+        await start_detached(lambda: attempt.share_log(first, others))
 
 
 OBEY_SECONDS = 3.0

@@ -1,8 +1,10 @@
 """A rank's exit: its last output and the exception shown in it."""
 
+import asyncio
 import json
 import re
 import signal
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -10,12 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trainer.agent.fork_server.link import ForkServerLink
 from trainer.agent.processes.background_tasks import run_detached
 from trainer.agent.processes.log_pipes import LogPipes
 from trainer.agent.rank_processes.launcher_report import LauncherReport, lines_of_rank, read_report
 from trainer.agent.rank_processes.local_ranks import LocalRank, LocalRanks
+from trainer.protocol.events import EventKind, EventLog
 from trainer.protocol.failures.failure_patterns import Meaning, has_meaning
-from trainer.protocol.failures.rank_end import RankEnd, find_outcome, pack_error_file
+from trainer.protocol.failures.rank_end import RankEnd, exit_words, find_outcome, pack_error_file
 from trainer.protocol.logs.log_rotation import read_tail
 from trainer.protocol.messages.ranks import generation_mark
 from trainer.protocol.run_dir import AttemptDir
@@ -131,9 +135,32 @@ def add_local_facts(end: RankEnd, local: LocalRank, ranks: LocalRanks, node: str
     )  # fmt: skip
 
 
+_REPORT_SECONDS, _LOOK_SECONDS = 60.0, 0.2
+
+
+async def end_launcher(ranks: LocalRanks, attempt: AttemptDir, link: ForkServerLink) -> None:
+    """Kill a launcher that has lost a rank as soon as it has reported everything, because its exit takes seconds."""
+    local, until = next(iter(ranks.by_rank.values())), time.monotonic() + _REPORT_SECONDS
+    log, error_file = attempt.rank_log(local.log_rank), attempt.error_file(local.log_rank, ranks.generation)
+    while not local.ended and time.monotonic() < until:
+        with suppress(TimeoutError, RuntimeError):
+            read = partial(last_output, log, ranks.generation, error_file, tuple(ranks.by_rank))
+            output = await run_detached(read, _READ_SECONDS)
+            if output.report.is_complete and not local.ended:
+                link.signal_ranks(signal.SIGKILL)
+                return
+        await asyncio.sleep(_LOOK_SECONDS)
+
+
+def write_end(events: EventLog, end: RankEnd, ranks: LocalRanks) -> None:
+    reason = "killed by its agent" if ranks.killed else exit_words(end.exit_code, end.signal, end.out_of_memory)
+    known = {"exit_code": end.exit_code, "signal": end.signal, "reason": reason}
+    events.write(EventKind.RANK_EXITED, rank=end.rank, node=end.node, **known)
+
+
 def share_end(end: RankEnd, ranks: LocalRanks) -> list[RankEnd]:
     """Return the ends of all ranks that ended with this one, the cause first."""
-    others = [one.rank for one in ranks.started_with(end.rank) if one.rank != end.rank]
+    others = [one.rank for one in ranks.ranks_of_process(end.rank) if one.rank != end.rank]
     shared = replace(end, secondary=True, out_of_memory="", signal=None, exit_code=end.exit_code or 1)
     return [end, *(replace(end if end.good else shared, rank=rank) for rank in others)]
 
@@ -171,7 +198,7 @@ async def _complete_command_end(attempt: AttemptDir, end: RankEnd, local: LocalR
         log = attempt.rank_log(local.log_rank)
         read = partial(last_output, log, end.generation, error_file, launched, end.rank)
         output = await run_detached(read, _READ_SECONDS)
-    if launched and end.signal is None:
+    if launched and (end.signal is None or output.report.is_complete):
         end = _follow_report(end, output.report, ranks)
     with suppress(TimeoutError, RuntimeError, OSError):
         pack = partial(pack_error_file, attempt, end.node, local.log_rank, end.generation)

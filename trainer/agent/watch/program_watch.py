@@ -6,10 +6,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from trainer.agent.processes.log_pipes import LogPipes
 from trainer.agent.processes.proc import catches_signal, is_descendant
-from trainer.agent.rank_processes.local_ranks import LocalRank
+from trainer.agent.rank_processes.local_ranks import LocalRank, LocalRanks
 from trainer.agent.watch.program_sample import LoopSearch, ProgramSample
+from trainer.protocol.config import JobConfig
 from trainer.protocol.messages.ranks import STACKS
+from trainer.protocol.run_dir import AttemptDir
 
 _AFTER, _EVERY = 0.25, 0.04
 """Seconds without a step after which a rank's stacks are compared, and between two dumps, as shares of
@@ -91,3 +94,10 @@ class ProgramWatch:
             os.lseek(local.stacks, 0, os.SEEK_SET)
             with suppress(ProcessLookupError):
                 os.kill(pid, STACKS)
+
+
+def watch_programs(attempt: AttemptDir, config: JobConfig, ranks: LocalRanks, logs: LogPipes) -> ProgramWatch:
+    """Return the watch of a command's ranks on this node."""
+    if ranks.per_node and len(ranks.by_rank) > 1:  # it is unknown which of the ranks has printed a line
+        return ProgramWatch(slow=config.detection.hang.slow)
+    return ProgramWatch(lambda rank: logs.rhythm(attempt.rank_log(rank)), config.detection.hang.slow)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,11 +19,14 @@ _STEP = re.compile(r"(\d+)(?!.*\d)", re.ASCII)
 """Last number in a name."""
 _SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".tar", ".safetensors")
 _TEMPORARY = re.compile(r"(?<![a-z])(tmp|temp|partial|incomplete)(?![a-z])", re.IGNORECASE)
+_MOST_FILES = 64
+"""Number of the newest files for which a program may choose another name."""
 
 
 def install(module: Any, host: AdapterHost) -> None:
-    """Report calls of `torch.save` as saves. `module` is `torch.serialization`."""
-    save = module.save
+    """Report calls of `torch.save` as saves. `module` is `torch.serialization`, from which torch takes its `save`."""
+    save, torch = module.save, sys.modules.get("torch")
+    written = WrittenFiles(host)
 
     @functools.wraps(save)
     def save_and_report(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
@@ -36,14 +40,60 @@ def install(module: Any, host: AdapterHost) -> None:
 
     begin = host.guard(lambda: host.leads and host.rank.enter("checkpoint"))
     end = host.guard(lambda: host.leads and host.rank.leave("checkpoint"))
-
-    def note(target: Any) -> None:
-        if host.leads and isinstance(target, (str, os.PathLike)):
-            path = os.fspath(target)
-            host.saved(_step(os.path.basename(path)), os.path.abspath(path))
-
-    report = host.guard(note)
+    report = host.guard(written.note)
     module.save = save_and_report
+    if getattr(torch, "save", None) is save:
+        setattr(torch, "save", save_and_report)  # noqa: B010  # torch is loaded already, with its own name for it
+
+
+class WrittenFiles:
+    """Files that this program writes with `torch.save`, under the names that they get in the end."""
+
+    def __init__(self, host: AdapterHost) -> None:
+        self._host = host
+        self._newest: list[str] = []
+        self._renaming: list[Any] = []  # functions of `os` that report
+
+    def note(self, target: Any) -> None:
+        """Report a finished file. A temporary one, or one in a temporary folder, is reported under its next name."""
+        if not self._host.leads or not isinstance(target, (str, os.PathLike)):
+            return
+        path = os.path.abspath(os.fspath(target))
+        self._watch_names()
+        self._newest = [*self._newest[1 - _MOST_FILES :], path]
+        if not any(map(_TEMPORARY.search, path.split(os.sep)[-2:])):
+            self._report(path)
+
+    def _report(self, path: str) -> None:
+        self._host.saved(_step(os.path.basename(path)), path)
+
+    def _watch_names(self) -> None:
+        for name in ("replace", "rename"):
+            if getattr(os, name) not in self._renaming:
+                setattr(os, name, self._report_names(getattr(os, name)))
+
+    def _report_names(self, rename: Any) -> Any:
+        report = self._host.guard(self._finish)
+
+        @functools.wraps(rename)
+        def rename_and_report(src: Any, dst: Any, *args: Any, **kwargs: Any) -> Any:
+            result = rename(src, dst, *args, **kwargs)
+            if not kwargs:  # names relative to a descriptor are not those of a saved file
+                report(src, dst)
+            return result
+
+        self._renaming.append(rename_and_report)
+        return rename_and_report
+
+    def _finish(self, src: Any, dst: Any) -> None:
+        """Report the files that this renaming has given their names."""
+        if not isinstance(src, (str, os.PathLike)):
+            return
+        old, new = os.path.abspath(os.fspath(src)), os.path.abspath(os.fspath(dst))
+        moved = [path for path in self._newest if path == old or path.startswith(old + os.sep)]
+        self._newest = [path for path in self._newest if path not in moved]
+        for path in moved:
+            self._report(new + path[len(old) :])
 
 
 def _step(name: str) -> int:

@@ -266,3 +266,25 @@ print(current().stop_request())
         (0, 3, 7, ""), (0, 3, 8, "disk full"),
     ]  # fmt: skip
     assert rows[0]["path"] == os.path.join(os.getcwd(), "out/step-7.pt")
+
+
+def test_files_of_torch_save_are_listed_under_their_last_names(program: Instrumented, server: ForkServer) -> None:
+    text = """
+import os, torch
+from pathlib import Path
+torch.save({}, "step_1.pt")
+torch.save({}, "step_2.pt.new")
+os.replace("step_2.pt.new", "step_2.pt")
+torch.save({}, "step_3.tmp")
+Path("step_3.tmp").rename("step_3.pt")
+os.mkdir("tmp")
+torch.save({}, "tmp/model.pt")
+os.rename("tmp", "step_4")
+torch.save({}, open("step_5.pt", "wb"))
+os.rename("step_5.pt", "step_6.pt")
+"""
+    program.run_text(server, f"import os; os.chdir({str(program.folder)!r})\n{text}")
+    rows = [json.loads(line) for line in (program.folder / "saves.jsonl").read_text().splitlines()]
+    listed = [(row["step"], str(Path(row["path"]).relative_to(program.folder))) for row in rows]
+    finals = [(1, "step_1.pt"), (2, "step_2.pt"), (3, "step_3.pt"), (-1, "step_4/model.pt")]
+    assert listed == [finals[0], (2, "step_2.pt.new"), *finals[1:]]

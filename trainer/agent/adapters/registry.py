@@ -8,6 +8,7 @@ this table need only the standard library (Python 3.9).
 from __future__ import annotations
 
 import os
+import re
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any, NamedTuple, Protocol, cast
@@ -21,6 +22,8 @@ class AdapterRow(NamedTuple):
 
     name: str
     modules: tuple[str, ...]
+    layout: str = ""
+    """Pattern for the paths of files that programs without this framework also write; group 1 is the checkpoint."""
 
 
 ROWS = (
@@ -28,6 +31,7 @@ ROWS = (
     AdapterRow("lightning", ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")),
     AdapterRow("accelerate", ("accelerate.accelerator",)),
     AdapterRow("deepspeed", ("deepspeed.runtime.engine",)),
+    AdapterRow("megatron", ("megatron.training.checkpointing",), r"(.*/iter_\d{7,18})/mp_rank_\d\d[^/]*/[^/]+"),
     AdapterRow("dcp", ("torch.distributed.checkpoint.state_dict_saver",)),
     AdapterRow("plain", ("torch.serialization",)),
 )
@@ -86,19 +90,29 @@ def choose(frameworks: str) -> str:
     return next((row.name for row in ROWS if row.name in found), "plain")
 
 
+def recognize_layout(path: str) -> tuple[str, str]:
+    """Return the adapter whose layout a saved file has, and the path of its checkpoint; ("", path) for none."""
+    for row in ROWS:
+        found = re.fullmatch(row.layout, path) if row.layout else None
+        if found:
+            return row.name, found[1]
+    return "", path
+
+
 def find_damage(name: str, path: str) -> str:
     """Return why a checkpoint is incomplete by its framework's rules, or "" if it is complete. Raises OSError.
 
-    The folders in it follow their own rules: a Trainer or Accelerate keeps FSDP or DeepSpeed shards there.
+    Shards follow their own rules: a Trainer or Accelerate keeps those of FSDP or DeepSpeed in folders, and Megatron
+    those of torch.distributed.checkpoint beside its own files.
     """
     reason = load(name).damage(path)
     if reason or not os.path.isdir(path):
         return reason
-    for entry in sorted(os.listdir(path)):
+    for entry in ["", *sorted(os.listdir(path))]:
         inner = os.path.join(path, entry)
         part = _choose_for_shards(os.listdir(inner)) if os.path.isdir(inner) else ""
-        if part and (reason := load(part).damage(inner)):
-            return f"{entry} {reason}"
+        if part not in ("", name) and (reason := load(part).damage(inner)):
+            return f"{entry} {reason}".lstrip()
     return ""
 
 

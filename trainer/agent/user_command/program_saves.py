@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainer.agent.adapters import registry
@@ -48,12 +48,13 @@ def read_saves(attempts: Iterable[AttemptDir]) -> list[ProgramSave]:
         own = attempt.run.checkpoints
         for path in sorted(attempt.outcomes.glob("saves-node-*.jsonl")):
             with suppress(OSError):
-                saves = _parse(read_tail(path, _TAIL))
+                saves = parse_saves(read_tail(path, _TAIL))
                 found += [save for save in saves if not Path(save.path).is_relative_to(own)]
     return sorted(found, key=lambda save: save.time)
 
 
-def _parse(data: bytes) -> list[ProgramSave]:
+def parse_saves(data: bytes) -> list[ProgramSave]:
+    """Return the successful saves in these lines; others are skipped."""
     found = []
     for line in data.splitlines():
         with suppress(ValueError, TypeError, LookupError, AttributeError):
@@ -63,8 +64,19 @@ def _parse(data: bytes) -> list[ProgramSave]:
                     step=int(row["step"]), path=str(row["path"]), frameworks=str(row.get("frameworks", "")),
                     time=float(row["time"]),
                 )  # fmt: skip
-                found.append(save)
+                found.append(_in_layout(save))
     return found
+
+
+def _in_layout(save: ProgramSave) -> ProgramSave:
+    """Return the save of one file as that of the whole checkpoint, if a loop writes the layout of a framework."""
+    adapter, path = registry.recognize_layout(save.path) if registry.choose(save.frameworks) == PLAIN else ("", "")
+    return replace(save, path=path, frameworks=adapter, step=_last_number(path)) if adapter else save
+
+
+def _last_number(path: str) -> int:
+    numbers = _NUMBER.findall(Path(path).name)
+    return parse_digits(numbers[-1]) if numbers else -1
 
 
 def choose_adapter(saves: Sequence[ProgramSave]) -> str:

@@ -54,6 +54,21 @@ def megatron(out: Path) -> None:
     (out / "latest_checkpointed_iteration.txt").write_text("30")
 
 
+def megatron_dist(out: Path) -> None:
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    dist.init_process_group("gloo")
+    for step in STEPS:
+        folder = out / f"iter_{step:07d}"
+        dcp.save({f"layer-{RANK}": torch.ones(4096) * step}, checkpoint_id=folder)
+        if RANK == 0:
+            torch.save({"iteration": step}, folder / "common.pt")
+            (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "common_backend": "torch"}')
+            (out / "latest_checkpointed_iteration.txt").write_text(str(step))
+    dist.destroy_process_group()
+
+
 def accelerate(out: Path) -> None:
     from accelerate import Accelerator
     from accelerate.utils import ProjectConfiguration

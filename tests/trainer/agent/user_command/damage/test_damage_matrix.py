@@ -31,6 +31,7 @@ class Layout(NamedTuple):
     ranks: int = 1
     needs: str = "torch"
     pointer: str = ""
+    adapter: str = ""  # the layout's name if empty
 
 
 LAYOUTS = {
@@ -38,6 +39,7 @@ LAYOUTS = {
     "dcp": Layout("step-*", ranks=2),
     "deepspeed": Layout("global_step*", ranks=2, pointer="latest"),
     "megatron": Layout("iter_*", ranks=2, pointer="latest_checkpointed_iteration.txt"),
+    "megatron_dist": Layout("iter_*", ranks=2, pointer="latest_checkpointed_iteration.txt", adapter="megatron"),
     "accelerate": Layout("checkpoint_*", folder="checkpoints", needs="accelerate"),
     "hf": Layout("checkpoint-*", needs="transformers"),
     "lightning": Layout("epoch=*-step=*.ckpt", needs="lightning"),
@@ -97,8 +99,9 @@ def base(request, tmp_path_factory) -> Saved:
     run_program(name, root / "out")
     saved = Saved(name, root)
     attempt = saved.attempt(1)
-    if name in NAMES:
-        row = {"step": 30, "path": str(saved.path(30)), "frameworks": f"torch,{name}", "time": time.time()}
+    adapter = LAYOUTS[name].adapter or name
+    row = {"step": 30, "path": str(saved.path(30)), "frameworks": f"torch,{adapter}", "time": time.time()}
+    if adapter in NAMES:
         attempt.dir.program_saves(0).write_text(json.dumps(row) + "\n")
     for _ in save_checkpoints.STEPS:
         attempt.stops()

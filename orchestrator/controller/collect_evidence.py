@@ -51,7 +51,7 @@ def read_files(place: AttemptDir) -> tuple[Heartbeat | None, Evidence]:
         attempt=place.number, answered=False, job=None, outcome=outcome, started=started, odd="; ".join(odd),
         reports=reports, silenced=_stop_reason(place, SILENCED), requeued=_stop_reason(place, REQUEUED),
         gave_up=_stop_reason(place, GAVE_UP), saves_failing=heartbeat.saves_failing if heartbeat else "",
-        waits=heartbeat.waits if heartbeat else "",
+        waits=heartbeat.waits if heartbeat else "", unsaved=heartbeat.unsaved if heartbeat else "",
     )  # fmt: skip
 
 

@@ -366,7 +366,8 @@ class Controller:
         notes = training_notes(self.store, attempt) if runs else []
         texts = (figures, size, held, silence, evidence.odd, altered, *notes)
         notes_text = "".join(f"; {words}" for words in texts if words)
-        urgent = "".join(f"{words}; " for words in (evidence.saves_failing, evidence.waits) if words and runs)
+        troubles = (evidence.saves_failing, evidence.waits, evidence.unsaved)
+        urgent = "".join(f"{words}; " for words in troubles if words and runs)
         self.actor.note(run, f"{urgent}job {job.job_id} is {job.state}{waits}{notes_text}")
 
     def _next(self, view: ControlledRun, snapshot: SchedulerSnapshot) -> bool:

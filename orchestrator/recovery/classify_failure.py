@@ -67,6 +67,7 @@ class Evidence:
     overstayed: float = 0.0  # seconds for which the job has kept running after its attempt's outcome
     saves_failing: str = ""  # when saves began to fail and why, from the newest heartbeat; empty while they succeed
     waits: str = ""  # which node's preparation waits, and for what, from the newest heartbeat
+    unsaved: str = ""  # what a failure would repeat, while a user's program has saved nothing for long
     disk: str = ""  # why the run's folder is not writable; probed only if the job is silent
     lost_interpreter: str = ""  # the job script's interpreter, if it is gone; checked only if no agent has started
     # Reasons of orch's own requests to end the job; empty without such a request:

@@ -72,6 +72,8 @@ class EventKind(StrEnum):
     CHECKPOINT_SET_ASIDE = (
         "checkpoint.set_aside"  # step, name, path (the new path), reason, damaged (bool), bytes: of a command
     )
+    # step (0: unknown), seconds since the start, reason (what a failure would repeat), looked (where): of a command
+    CHECKPOINT_MISSING = "checkpoint.missing"
     CHECKPOINT_SEALED = "checkpoint.sealed"  # step, name, path, bytes, files (number), seconds: of a command
     CHECKPOINT_VERIFIED = "checkpoint.verified"  # step, name, path, bytes, seconds: it matches its seal
     CHECKPOINT_CADENCE = "checkpoint.cadence"  # steps, seconds, reason: new interval between saves

@@ -11,8 +11,8 @@ from trainer.protocol.secrets.secret_redaction import in_use
 MOST_BYTES = 1 << 20
 """Maximum number of bytes read from a heartbeat file."""
 LONGEST_TROUBLE = 500
-"""Maximum number of characters in each of `saves_failing` and `waits`: the heartbeat must fit into its old file's space
-on a full disk."""
+"""Maximum number of characters in each of `saves_failing`, `waits` and `unsaved`: the heartbeat must fit into its old
+file's space on a full disk."""
 
 
 class AttemptStage(StrEnum):
@@ -43,6 +43,7 @@ class Heartbeat:
     state: str = ""  # an AttemptStage
     saves_failing: str = ""  # when saves began to fail and why; empty while they work
     waits: str = ""  # which node's preparation waits, and for what
+    unsaved: str = ""  # what a failure would repeat, while a user's program has saved nothing for long
 
     def write(self, path: Path) -> None:
         """Replace the previous heartbeat. Raises OSError."""
@@ -63,5 +64,5 @@ class Heartbeat:
             known["loss"] = number(loss)
         if isinstance(nodes := found.get("nodes"), list):
             known["nodes"] = [str(name) for name in nodes]
-        texts = {name: known.get(name, "")[:LONGEST_TROUBLE] for name in ("saves_failing", "waits")}
+        texts = {name: known.get(name, "")[:LONGEST_TROUBLE] for name in ("saves_failing", "waits", "unsaved")}
         return cls(**{**known, **texts})

@@ -215,6 +215,7 @@ _DESCRIPTIONS: dict[str, str | Callable[[Data], str]] = {
     EventKind.CHECKPOINT_SUSPECT: "checkpoint {step} is suspect: {reason}",
     EventKind.CHECKPOINT_SEEN: _describe_seen,
     EventKind.CHECKPOINT_SET_ASIDE: "checkpoint {step} is now {path}: {reason}",
+    EventKind.CHECKPOINT_MISSING: "{reason} ({looked})",
     EventKind.CHECKPOINT_VERIFIED: "checkpoint {step} matches its seal",
     EventKind.CHECKPOINT_CADENCE: "saves every {steps} steps from now on: {reason}",
     EventKind.ATTEMPT_ENDED: "{result}: {reason}",

@@ -48,6 +48,7 @@ class AttemptProgress:
         self.phase = "init"
         self.from_ranks = False  # the step comes from the ranks themselves
         self._saves: dict[int, str] = {}
+        self.unsaved = ""  # what a failure would repeat, while a user's program has saved nothing for long
         self.unsaved_bytes = 0  # size of the checkpoint that last failed to save
 
     @property
@@ -96,6 +97,7 @@ class AttemptProgress:
             state=state,
             saves_failing=self.saves_failing,
             waits=waits[:LONGEST_TROUBLE],
+            unsaved=self.unsaved[:LONGEST_TROUBLE],
         )
 
 

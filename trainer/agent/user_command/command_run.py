@@ -1,17 +1,16 @@
 """The coordinator's view of a user's program: consecutive failures and checkpoints."""
 
-import os
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from checkpointing.storage.durable import dump_line, read_json, write_durably
+from checkpointing.storage.durable import write_durably
 from checkpointing.storage.storage_errors import write_probe
 from trainer.agent.attempt_state.attempt_state import GenerationState
 from trainer.agent.attempt_state.published_files import AttemptProgress
@@ -25,6 +24,8 @@ from trainer.agent.user_command.checkpoints import (
     record_earlier,
     scan_identities,
 )
+from trainer.agent.user_command.command_memory import CommandMemory, SetAsideCheckpoint
+from trainer.agent.user_command.engine_saves import EngineSaves
 from trainer.agent.user_command.program_saves import ProgramSave, choose_adapter, locate, read_saves
 from trainer.agent.user_command.progress import LOOK_SECONDS, WAIT_SECONDS, CommandProgress, StepWatch, run_bounded
 from trainer.agent.user_command.sealing import CheckpointSeals, Reading, Verdict, Verification, Wait
@@ -38,75 +39,14 @@ from trainer.agent.user_command.set_aside import (
     set_aside,
     stale_pointers,
 )
+from trainer.agent.user_command.unsaved_work import UnsavedWork
 from trainer.protocol.checkpoint_seal import CheckpointSeal
 from trainer.protocol.config import JobConfig
 from trainer.protocol.events import EventKind, EventLog
-from trainer.protocol.failures.decision import Action, CommandFailure, Decision
+from trainer.protocol.failures.decision import Action, Decision
 from trainer.protocol.failures.outcome import FailureKind, legible
 from trainer.protocol.heartbeat import Heartbeat
-from trainer.protocol.plain_data import build
 from trainer.protocol.run_dir import AttemptDir, RunDir
-from trainer.protocol.secrets.secret_redaction import in_use
-
-
-@dataclass(frozen=True, kw_only=True)
-class SetAsideCheckpoint:
-    """Checkpoint that was set aside; `damage` is empty if it shows no damage."""
-
-    step: int
-    identity: str
-    original: str  # path
-    path: str
-    bytes: int
-    damage: str = ""
-    proven: bool = False  # by its seal or the framework's rules
-    pointers: tuple[Pointer, ...] = ()  # files that named it as the newest
-    siblings: tuple[str, ...] = ()  # names of other entries in its folder that belong to it
-
-    @property
-    def name(self) -> str:
-        return Path(self.original).name
-
-
-@dataclass(kw_only=True)
-class CommandMemory:
-    """State of a user's program, kept across attempts until the program trains."""
-
-    failures: list[CommandFailure] = field(default_factory=list)  # consecutive, oldest first
-    aside: list[SetAsideCheckpoint] = field(default_factory=list)
-    earlier: Stamps | None = None  # checkpoints from before the run's first start; None: not examined yet
-    saved: bool = False  # a complete checkpoint has existed; never reset
-
-    def encode(self) -> bytes:
-        """Return the state's file content; names that are not UTF-8 are read back unchanged."""
-        line = in_use().record(dump_line({"schema": "orch.command/1", **asdict(self)}))
-        return line.encode(errors="backslashreplace")
-
-    @classmethod
-    def before(cls, attempt: AttemptDir) -> "CommandMemory":
-        """Return the newest state left by an earlier attempt, or an empty state if there is none or it is unreadable.
-        Raises OSError.
-        """
-        found = map(_read, (one.command_memory for one in reversed(attempt.earlier_attempts())))
-        return next((memory for memory in found if memory is not None), CommandMemory())
-
-
-def _read(path: Path) -> CommandMemory | None:
-    """Return the stored state, omitting set-aside checkpoints that are back in place, or None if there is no file."""
-    try:
-        memory = build(CommandMemory, read_json(path))
-        return replace(memory, aside=[one for one in memory.aside if not _is_back(one)], earlier=memory.earlier)
-    except FileNotFoundError:
-        return None
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return CommandMemory(saved=True, earlier={})
-
-
-def _is_back(one: SetAsideCheckpoint) -> bool:
-    """Return whether the checkpoint is back in place.
-    A move is recorded before the rename, and the record is removed after the checkpoint is put back.
-    """
-    return os.path.lexists(one.original) and not os.path.lexists(one.path)
 
 
 class CommandRun:
@@ -121,6 +61,8 @@ class CommandRun:
             self._folder, config.checkpoints, events, progress, counts_steps=not config.progress.pattern
         )
         self._steps = StepWatch(config.progress, attempt.rank_log(0), lambda: working_directory(run, config), progress)
+        self._engine = EngineSaves(run.checkpoints)
+        self._unsaved = UnsavedWork(attempt, config, events, progress)
         self._seals = CheckpointSeals(run.seals, self._report_seal)
         self.resume = ""
         """Path of the newest complete checkpoint, from which the next generation should resume."""
@@ -147,7 +89,7 @@ class CommandRun:
         found, aside = self._checkpoints, [one for one in self._memory.aside if not one.proven]
         newest, older = found.began_from, found.older()
         return CommandPast(
-            failures=tuple(self._memory.failures), newest=_describe(newest), saved=found.has_saved(),
+            failures=tuple(self._memory.failures), newest=_describe(newest), saved=self._has_saved(),
             trained=self._trained, saved_after=found.saved_after,
             older=older.path.name if older else "", torn=_describe(found.torn),
             cleared=newest is not None and any(one.step < newest.step for one in aside),
@@ -172,6 +114,7 @@ class CommandRun:
             await self._recall()
         self._steps.start_generation(generation)
         await self._checkpoints.start_generation()
+        await self._engine.start_generation()
         if self._checkpoints.config.path:
             self._unmovable = await self._why_unmovable()
             await self._choose(generation, wait or _join)
@@ -257,12 +200,26 @@ class CommandRun:
         self._steps.check()
         await self._learn_place()
         await self._checkpoints.check(now.first_failure)
+        await self._engine.check(now.first_failure)
+        if now.first_failure is None:
+            await self._warn_unsaved(now)
         self._seals.poll(self._checkpoints.complete())
         if not self._progress_kept and self._has_worked(now):
             # However this attempt ends, the next one does not need the earlier failures.
             self._progress_kept = True
             saved = self._memory.saved or self._checkpoints.has_whole()
-            await self._keep(CommandMemory(saved=saved, earlier=self._memory.earlier))
+            await self._keep(replace(self._memory, failures=[], aside=[], saved=saved))
+
+    async def _warn_unsaved(self, now: GenerationState) -> None:
+        """Warn once about a program without a checkpoint. One that has restored a step has saved, if not visibly."""
+        found = self._checkpoints
+        known = self._memory.saved or found.exists() or self._engine.newest > 0 or now.restored > 0
+        folder = str(self._folder()) if found.config.path else ""
+        self._memory.warned = await self._unsaved.check(now.started, folder, saved=known, warned=self._memory.warned)
+
+    def _has_saved(self) -> bool:
+        """Return whether the program has saved in this generation, in its folder or with `orch.checkpointer`."""
+        return self._checkpoints.has_saved() or self._engine.has_saved()
 
     def _learn(self, saves: Sequence[ProgramSave]) -> None:
         """Learn from reported saves which framework saves, and where if the configuration has no folder."""
@@ -297,6 +254,7 @@ class CommandRun:
         await self._steps.check_settled()
         if cleared:
             await self._checkpoints.check_settled()
+            await self._engine.check_settled()
         self._remember(decision, now)
         self._memory.saved = self._memory.saved or self._checkpoints.has_whole()
         if decision.set_aside and cleared:
@@ -327,7 +285,7 @@ class CommandRun:
         found = await run_bounded(partial(CommandMemory.before, self._attempt))
         if found is not None:
             self._memory.failures[:0], self._memory.aside[:0] = found.failures, found.aside
-            self._memory.saved = self._memory.saved or found.saved
+            self._memory.saved, self._memory.warned = self._memory.saved or found.saved, found.warned
             self._recalled = True
             await self._note_earlier(found.earlier)
             for one in found.aside:  # the earlier coordinator may have died before finishing this
@@ -363,7 +321,7 @@ class CommandRun:
         return bool(await run_bounded(write))
 
     def _has_worked(self, now: GenerationState) -> bool:
-        return self._checkpoints.has_saved() or (now.first_failure or time.monotonic()) - now.started > START_SECONDS
+        return self._has_saved() or (now.first_failure or time.monotonic()) - now.started > START_SECONDS
 
     def _remember(self, decision: Decision, now: GenerationState) -> None:
         worked = self._has_worked(now)
@@ -371,7 +329,7 @@ class CommandRun:
         if worked:  # checkpoints set aside earlier no longer matter
             self._memory.aside.clear()
         if decision.own is not None:
-            saved, trained = self._checkpoints.has_saved(), decision.own.trained or worked
+            saved, trained = self._has_saved(), decision.own.trained or worked
             self._memory.failures.append(replace(decision.own, saved=saved, trained=trained))
         elif worked or decision.action is Action.REPLACE:
             self._memory.failures.clear()

@@ -178,6 +178,10 @@ class CommandProgress:
         """Return whether any existing checkpoint is without a known sign of damage."""
         return any(not one.damage for one in self._latest)
 
+    def exists(self) -> bool:
+        """Return whether any checkpoint exists, complete or not."""
+        return bool(self._latest)
+
     def is_alone(self) -> bool:
         """Return whether the checkpoint that the program started from is the only one."""
         began = self.began_from

@@ -259,6 +259,8 @@ SAID: list[tuple[EventKind, dict[str, Any], str]] = [
      "the save of step 20 is stuck, but training continues: 9 bytes to go"),
     (EventKind.CHECKPOINT_SUSPECT, {"step": 20, "reason": "twice SIGSEGV"},
      "checkpoint 20 is suspect: twice SIGSEGV"),
+    (EventKind.CHECKPOINT_MISSING, {"step": 20, "seconds": 2520, "reason": "no checkpoint", "looked": "looked in /out"},
+     "no checkpoint (looked in /out)"),
     (EventKind.CHECKPOINT_VERIFIED, {"step": 20, "name": "a.1f", "path": "/out/a", "bytes": 7, "seconds": 0.1},
      "checkpoint 20 matches its seal"),
     (EventKind.CHECKPOINT_CADENCE, {"steps": 1200, "seconds": 600.0, "reason": "a save costs 2 s"},

@@ -129,15 +129,16 @@ class RunningAttempt:
     def enter(self, stage: AttemptStage) -> None:
         self.stage = stage
 
-    def start_ranks(self, master: tuple[str, int] | None, resume: str = "") -> None:
+    def start_ranks(self, master: tuple[str, int] | None, resume: str = "", states: tuple[str, ...] = ()) -> None:
         """Order every training node to start its ranks.
-        For a user's own command, `master` is the rendezvous address and `resume` the path of a checkpoint.
+        For a user's own command, `master` is the rendezvous address, `resume` the path of a checkpoint, and `states`
+        has the digests of each rank's parameters in it.
         """
         history = self.history
         start = StartGeneration(
             generation=self.generation.number, fit=history.new_nodes, suspects=tuple(history.suspects),
             skip=tuple(each.position for each in history.skipped), master=master,
-            resume=resume,
+            resume=resume, states=states,
         )  # fmt: skip
         self.roster.start_generation(start)
         history.new_nodes = False

@@ -4,7 +4,7 @@ Launchers close descriptors that they do not know, so the module opens the agent
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,9 +25,12 @@ class RankFiles:
     sockets: tuple[str, ...]  # of torch's worker servers; "" if a rank cannot listen
 
 
-def instrument(files: RankFiles, environ: Mapping[str, str], watchdog: Path, saves: Path) -> dict[str, str]:
+def instrument(
+    files: RankFiles, environ: Mapping[str, str], watchdog: Path, saves: Path, states: Sequence[str] = ()
+) -> dict[str, str]:
     """Return the variables to add to a program's `environ`. NCCL's watchdog writes its records beside `watchdog`, and
-    the ranks list their checkpoints in `saves`.
+    the ranks list their checkpoints in `saves`. `states` are the digests of their parameters in the one that they
+    restore.
     """
     recorder = {**FLIGHT_DEFAULTS, FLIGHT_FILE: str(watchdog)}
     return {
@@ -36,6 +39,7 @@ def instrument(files: RankFiles, environ: Mapping[str, str], watchdog: Path, sav
         "ORCH_STACKS": ",".join(map(_path, files.stacks)),
         "ORCH_FLIGHTS": ",".join(files.sockets),
         "ORCH_SAVED": str(saves),
+        **({"ORCH_RESUME_STATE": ",".join(states)} if any(states) else {}),
         **{name: value for name, value in recorder.items() if name not in environ},
         **{name: _startup_first(environ.get(name, "")) for name in _PATHS if name == _PATHS[0] or name in environ},
     }

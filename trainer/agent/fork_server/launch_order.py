@@ -157,7 +157,9 @@ class RankLauncher:
             command = place_launcher(command, at, {**self._environ, **environ})
         if files is not None and config.watch.instrument == AUTO:
             watchdog, saves = self._attempt.watchdog_flight(start.generation), self._attempt.program_saves(spec.node)
-            environ |= instrument(files, {**self._environ, **environ}, watchdog, saves)
+            first = spec.rank - spec.local_rank
+            states = start.states[first : first + spec.local_world_size]
+            environ |= instrument(files, {**self._environ, **environ}, watchdog, saves, states)
         return replace(order, spec=None, env=environ, command=command, folder=str(folder))
 
     def _node_place(self, spec: RankSpec, master: tuple[str, int]) -> NodePlace:

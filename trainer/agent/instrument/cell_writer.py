@@ -90,6 +90,10 @@ class CellWriter:
         if self.is_owner():
             self._ranks[_RANK] = rank
 
+    def rank(self) -> int:
+        """Return the rank in its world; -1: unknown."""
+        return self._ranks[_RANK]
+
     def add_flags(self, flags: int) -> None:
         self._flags |= flags
         if self.is_owner():

@@ -71,6 +71,8 @@ class ProgramRank:
         """Thread that trains; others change no phase."""
         self._slow: list[int] = []
         self.count_collectives: Callable[[], int] = lambda: 0
+        self.describe_state: Callable[[], str] = lambda: ""
+        self.note_optimizer: Callable[[Any], None] = lambda optimizer: None
         cell.claim(os.getpid(), _world_rank(), _generation())
 
     # -- calls of adapters and of the program
@@ -144,11 +146,21 @@ class ProgramRank:
         self._append_save(step, path, reason or "failed")
 
     def _append_save(self, step: int, path: str, failed: str, framework: str = "") -> None:
+        state = "" if failed else self.describe_state()
+        self._append({"step": int(step), "path": os.path.abspath(path), "failed": failed, "state": state,
+                      "frameworks": framework or self._cell.frameworks})  # fmt: skip
+
+    @_safely
+    def restored(self, agrees: bool) -> None:
+        """Report whether an optimizer's parameters before its first step are those of the save at ORCH_RESUME_PATH."""
+        self._append({"restored": os.environ.get("ORCH_RESUME_PATH", ""), "agrees": agrees})
+
+    def _append(self, row: dict[str, Any]) -> None:
+        """Append a row to the file of this node's ranks that the agent reads."""
         place = os.environ.get("ORCH_SAVED")
         if not place:
             return
-        row = {"rank": _world_rank(), "generation": _generation(), "step": int(step), "path": os.path.abspath(path),
-               "failed": failed, "frameworks": framework or self._cell.frameworks, "time": time.time()}  # fmt: skip
+        row.update(rank=self._cell.rank(), generation=_generation(), time=time.time())
         descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             os.write(descriptor, (json.dumps(row) + "\n").encode(errors="backslashreplace"))

@@ -21,7 +21,8 @@ hook: Any = None
 program: Any = None
 layout: Any = None
 groups: Any = None
-"""The modules `import_hook`, `program_rank`, `cell_writer` and `process_groups`, which are loaded by path."""
+restored_state: Any = None
+"""The modules `import_hook`, `program_rank`, `cell_writer`, `process_groups` and `restored_state`, loaded by path."""
 
 STACKS = signal.SIGRTMIN + 6
 """The agents' signal for a dump of all threads' stacks (trainer/protocol/messages/ranks.py)."""
@@ -31,9 +32,10 @@ _HIGH = 700
 
 def install(import_hook: Any) -> None:
     """Become a rank if the launcher says so, and hook torch and the frameworks of the adapters."""
-    global hook, program, layout, groups
+    global hook, program, layout, groups, restored_state
     hook = import_hook
     program, layout, groups = (hook.load(name) for name in ("program_rank", "cell_writer", "process_groups"))
+    restored_state = hook.load("restored_state")
     program.when_claimed(_begin)
     program.current()
     hook.after_import("torch.optim.optimizer", _count_steps)
@@ -47,6 +49,8 @@ def install(import_hook: Any) -> None:
 
 def _begin(rank: Any) -> None:
     rank.found("torch")
+    state = restored_state.RestoredState(restored_state.expected_state(rank.local_rank), rank.restored)
+    rank.describe_state, rank.note_optimizer = state.describe, hook.guard(state.note)
     files = os.environ.get("ORCH_STACKS", "").split(",")
     if rank.local_rank < len(files) and files[rank.local_rank]:
         with contextlib.suppress(OSError, ValueError, RuntimeError):  # evidence only: the agent has other stacks
@@ -160,6 +164,7 @@ def _count_steps(module: Any) -> None:
     def begin_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         rank = None if is_compiling() else know()
         if rank is not None:
+            rank.note_optimizer(optimizer)
             rank.move_to(layout.OPTIMIZER)
 
     def end_step(optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -28,6 +28,7 @@ from trainer.agent.user_command.command_memory import CommandMemory, SetAsideChe
 from trainer.agent.user_command.engine_saves import EngineSaves
 from trainer.agent.user_command.program_saves import ProgramSave, choose_adapter, locate, read_saves
 from trainer.agent.user_command.progress import LOOK_SECONDS, WAIT_SECONDS, CommandProgress, StepWatch, run_bounded
+from trainer.agent.user_command.restored_states import RestoreWatch
 from trainer.agent.user_command.sealing import CheckpointSeals, Reading, Verdict, Verification, Wait
 from trainer.agent.user_command.set_aside import (
     Pointer,
@@ -64,6 +65,7 @@ class CommandRun:
         self._engine = EngineSaves(run.checkpoints)
         self._unsaved = UnsavedWork(attempt, config, events, progress)
         self._seals = CheckpointSeals(run.seals, self._report_seal)
+        self.restores = RestoreWatch(run, attempt, config.cluster.world_size, events)
         self.resume = ""
         """Path of the newest complete checkpoint, from which the next generation should resume."""
         self.unusable = ""
@@ -121,6 +123,7 @@ class CommandRun:
             if self._checkpoints.began_from is None:
                 self._unmatched = await run_bounded(partial(_first_names, self._folder())) or ""
         self._memory.saved = self._memory.saved or self._checkpoints.has_whole()
+        await self.restores.start_generation(generation, self.resume)
 
     async def _choose(self, generation: int, wait: Wait) -> None:
         """Choose the newest complete checkpoint, and move newer damaged ones away."""
@@ -198,6 +201,7 @@ class CommandRun:
             await self._steps.check_settled()  # the last check may have been seconds ago
             self._disk = await run_bounded(partial(write_probe, self._run.path)) or ""
         self._steps.check()
+        self.restores.check()
         await self._learn_place()
         await self._checkpoints.check(now.first_failure)
         await self._engine.check(now.first_failure)

@@ -26,6 +26,8 @@ class ProgramSave:
 
     step: int
     path: str
+    rank: int = -1
+    state: str = ""  # number of ranks and digests of this rank's parameters; empty: unknown
     frameworks: str = ""  # names that the program has imported, separated by commas
     time: float = 0.0
 
@@ -62,7 +64,7 @@ def parse_saves(data: bytes) -> list[ProgramSave]:
             if not row.get("failed"):
                 save = ProgramSave(
                     step=int(row["step"]), path=str(row["path"]), frameworks=str(row.get("frameworks", "")),
-                    time=float(row["time"]),
+                    time=float(row["time"]), rank=int(row.get("rank", -1)), state=str(row.get("state", "")),
                 )  # fmt: skip
                 found.append(_in_layout(save))
     return found

@@ -268,6 +268,7 @@ class StartGeneration:
     skip: tuple[int, ...] = ()  # data positions to skip
     master: tuple[str, int] | None = None  # rendezvous address of a user's own command
     resume: str = ""  # path of the command's newest complete checkpoint; empty: none or unknown
+    states: tuple[str, ...] = ()  # digests of each rank's parameters in it; (): unknown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,114 @@
+"""Whether all ranks of a program have restored the parameters that they saved.
+
+The start-up modules report digests of each rank's parameters at every save, and compare them before the first step.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trainer.agent.processes.background_tasks import RepeatedRead
+from trainer.agent.user_command.program_saves import ProgramSave, read_saves
+from trainer.agent.user_command.progress import run_bounded
+from trainer.protocol.events import EventKind, EventLog
+from trainer.protocol.logs.log_rotation import read_tail
+from trainer.protocol.run_dir import AttemptDir, RunDir
+
+_TAIL = 64 * 1024
+
+
+def find_states(saves: Sequence[ProgramSave], path: str, world: int) -> tuple[str, ...]:
+    """Return the digests that each rank reported when it saved the checkpoint at `path`, or () if none is known.
+
+    A rank without a report has "". Ranks of another number have other shards.
+    """
+    known: dict[int, str] = {}
+    for save in saves:
+        size, _, digests = save.state.partition(":")
+        is_in = save.path == path or save.path.startswith(f"{path}/")  # ranks may save files of their own
+        if is_in and size == str(world) and 0 <= save.rank < world:
+            known[save.rank] = digests
+    return tuple(known.get(rank, "") for rank in range(world)) if any(known.values()) else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoredRanks:
+    """Ranks that have compared their parameters with those of the save from which they continue."""
+
+    agree: tuple[int, ...] = ()
+    differ: tuple[int, ...] = ()
+
+    def describe(self, name: str) -> str:
+        """Return a sentence about the checkpoint with this name."""
+        if not self.differ:
+            ranks = f"all {len(self.agree)} ranks that saved" if len(self.agree) > 1 else "the rank that saved"
+            verb = "have" if len(self.agree) > 1 else "has"
+            return f"{ranks} {verb} the parameters of {name}, bit for bit"
+        shown = ", ".join(map(str, self.differ[:8])) + (", ..." if len(self.differ) > 8 else "")
+        ranks = f"rank{'s' if len(self.differ) > 1 else ''} {shown}"
+        others = f"; {len(self.agree)} other rank{'s' if len(self.agree) > 1 else ''} agree" if self.agree else ""
+        return f"the parameters of {ranks} differ from those saved in {name}{others}"
+
+
+def read_restored(attempt: AttemptDir, generation: int) -> RestoredRanks:
+    """Return what the ranks of a generation have reported."""
+    agrees: dict[int, bool] = {}
+    for path in sorted(attempt.outcomes.glob("saves-node-*.jsonl")):
+        with suppress(OSError):
+            for row in _rows(read_tail(path, _TAIL)):
+                if row.get("generation") == generation and row.get("restored"):
+                    rank = int(row["rank"])
+                    agrees[rank] = agrees.get(rank, True) and bool(row["agrees"])
+    agree = tuple(sorted(rank for rank, agreed in agrees.items() if agreed))
+    return RestoredRanks(agree=agree, differ=tuple(sorted(set(agrees) - set(agree))))
+
+
+def _rows(data: bytes) -> list[dict[str, Any]]:
+    found = []
+    for line in data.splitlines():
+        with suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict):
+                found.append(row)
+    return found
+
+
+_LOOK_SECONDS, _LATE_SECONDS = 2.0, 30.0
+"""Seconds between two looks at the reports, and from the first one to the statement if ranks are missing."""
+
+
+class RestoreWatch:
+    """States once per generation whether its ranks have restored what they saved."""
+
+    def __init__(self, run: RunDir, attempt: AttemptDir, world: int, events: EventLog) -> None:
+        self._run, self._attempt, self._world, self._events = run, attempt, world, events
+        self._generation, self._path, self._since = 0, "", 0.0
+        self.states: tuple[str, ...] = ()
+        """Digests that each rank should have before its first step; (): unknown."""
+        self._reading = RepeatedRead(lambda: read_restored(attempt, self._generation), attempt.outcomes)
+
+    async def start_generation(self, generation: int, path: str) -> None:
+        """Find what the ranks saved in the checkpoint at `path` ("": none), from which a generation starts."""
+        self._generation, self._path, self._since, self.states = generation, path, 0.0, ()
+        self._reading.discard()
+        if path:
+            saves = await run_bounded(partial(read_saves, self._run.all_attempts())) or []
+            self.states = find_states(saves, path, self._world)
+
+    def check(self) -> None:
+        if not self.states or (read := self._reading.poll(_LOOK_SECONDS)) is None or read.exception() is not None:
+            return
+        found, now = read.result(), time.monotonic()
+        known = len(found.agree) + len(found.differ)
+        self._since = self._since or (now if known else 0.0)
+        if known and (known == sum(map(bool, self.states)) or now - self._since > _LATE_SECONDS):
+            self._events.write(
+                EventKind.PROGRAM_RESTORED, path=self._path, agree=list(found.agree), differ=list(found.differ),
+                reason=found.describe(Path(self._path).name),
+            )  # fmt: skip
+            self.states = ()

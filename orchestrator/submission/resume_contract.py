@@ -60,7 +60,7 @@ _TERMS: Mapping[Term, str] = {
         optimizer.lr optimizer.min_lr_ratio optimizer.warmup_steps optimizer.weight_decay optimizer.clip_norm
         train.dtype
     """,
-    _CODE: "workload.path command",
+    _CODE: "workload.path command launcher",
     Term(Rule.REFUSED, "whether the code is copied was decided when the run was submitted"): "workload.snapshot",
     Term(Rule.ACCEPT, "orch looks for the program's checkpoints elsewhere"): "checkpoints.path",
     Term(Rule.ACCEPT, "orch looks for the program's checkpoints under other names"): "checkpoints.pattern",

@@ -73,7 +73,7 @@ def test_an_unfinished_test_is_due_again(lab: SlurmLab, user: User) -> None:
         (row["step"], row["trust"], False) for row in before
     ]
     due = [one for one in user.ask("restore-tests", "due") if one["run"] == run]
-    assert "not finished" in due[0]["why"]
+    assert "did not finish" in due[0]["why"]
 
 
 @pytest.mark.proof

@@ -151,7 +151,7 @@ class ProgramRank:
                       "frameworks": framework or self._cell.frameworks})  # fmt: skip
 
     @_safely
-    def restored(self, agrees: bool) -> None:
+    def report_restore(self, agrees: bool) -> None:
         """Report whether an optimizer's parameters before its first step are those of the save at ORCH_RESUME_PATH."""
         self._append({"restored": os.environ.get("ORCH_RESUME_PATH", ""), "agrees": agrees})
 

@@ -49,7 +49,7 @@ def install(import_hook: Any) -> None:
 
 def _begin(rank: Any) -> None:
     rank.found("torch")
-    state = restored_state.RestoredState(restored_state.expected_state(rank.local_rank), rank.restored)
+    state = restored_state.RestoredState(restored_state.expected_state(rank.local_rank), rank.report_restore)
     rank.describe_state, rank.note_optimizer = state.describe, hook.guard(state.note)
     files = os.environ.get("ORCH_STACKS", "").split(",")
     if rank.local_rank < len(files) and files[rank.local_rank]:

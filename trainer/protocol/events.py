@@ -76,6 +76,7 @@ class EventKind(StrEnum):
     CHECKPOINT_MISSING = "checkpoint.missing"
     CHECKPOINT_SEALED = "checkpoint.sealed"  # step, name, path, bytes, files (number), seconds: of a command
     CHECKPOINT_VERIFIED = "checkpoint.verified"  # step, name, path, bytes, seconds: it matches its seal
+    PROGRAM_SEPARATE = "program.separate"  # rank, nodes, reason: each node of a program trains its own model
     PROGRAM_RESTORED = "program.restored"  # path, agree, differ (ranks), reason: parameters before the first step
     CHECKPOINT_CADENCE = "checkpoint.cadence"  # steps, seconds, reason: new interval between saves
     RESTORE_TESTED = "restore.tested"  # verdict, reason, evidence: result of a restore-test run

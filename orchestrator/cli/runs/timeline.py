@@ -177,6 +177,7 @@ _DESCRIPTIONS: dict[str, str | Callable[[Data], str]] = {
     EventKind.PREFLIGHT: _describe_preflight,
     EventKind.PROGRAM_WATCHED: lambda d: f"the program is watched ({describe_watched(d)})",
     EventKind.PROGRAM_RESTORED: "{reason}",
+    EventKind.PROGRAM_SEPARATE: "{reason}",
     EventKind.GENERATION_STARTED: "ranks start ({world})",
     EventKind.GENERATION_FIRST_STEP: _describe_first_step,
     EventKind.GENERATION_ENDED: _describe_generation_end,

@@ -191,7 +191,7 @@ class RunningAttempt:
             self.progress.phase = "command"  # phases of a program that is not instrumented are unknown
 
     def heartbeat(self) -> Heartbeat:
-        nodes, waits = self.roster.names(), self.roster.describe_waits()
+        nodes, waits = self.roster.names(), self.roster.describe_waits() or self.progress.separate
         return self.progress.beat(generation=self.generation.number, nodes=nodes, state=self.stage, waits=waits)
 
     # -- stopping ----------------------------------------------------------------------------------------------------

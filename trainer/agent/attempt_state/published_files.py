@@ -48,6 +48,7 @@ class AttemptProgress:
         self.phase = "init"
         self.from_ranks = False  # the step comes from the ranks themselves
         self._saves: dict[int, str] = {}
+        self.separate = ""  # how a user's program trains a separate model on each node
         self.unsaved = ""  # what a failure would repeat, while a user's program has saved nothing for long
         self.unsaved_bytes = 0  # size of the checkpoint that last failed to save
 

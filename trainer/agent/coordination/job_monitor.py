@@ -20,6 +20,7 @@ from trainer.agent.nodes.node_benchmark import NodeBenchmark, usual_speeds
 from trainer.agent.processes import background_tasks
 from trainer.agent.watch.declare_hang import HangDetector, HangJudgement, HangVerdict, Incident
 from trainer.agent.watch.hang_limits import RankSample, after_hangs
+from trainer.agent.watch.separate_worlds import describe_separate_worlds, find_separate_worlds
 from trainer.agent.watch.stragglers import WorkWindows
 from trainer.agent.watch.waiting_ranks import HangKind, StageNeighbours
 from trainer.protocol.config_sections.scheduler_kinds import traits
@@ -129,6 +130,8 @@ def _own_work(rank: int) -> tuple[int, ...]:
 _SETTLED = 0.5
 """Seconds to wait after the first failed exit; by then most others have followed and written flight records."""
 
+_LOOK_EVERY = 5.0
+"""Seconds between two searches for separate models, each of which looks at all ranks."""
 _PLACED = 3
 """Maximum number of ranks whose mesh positions are included in a reason."""
 
@@ -142,6 +145,8 @@ class JobMonitor:
         self._work_windows: WorkWindows | None = None
         self._benchmark: NodeBenchmark | None = None
         self._usual_speeds: asyncio.Future[dict[str, float]] | None = None
+        self._separate = False  # the nodes were found to train separate models
+        self._looked_at = 0.0  # time of the last search for separate models
 
     def start_generation(self) -> None:
         generation = self._state.generation.number
@@ -201,6 +206,9 @@ class JobMonitor:
     async def check(self) -> Failure | None:
         """Return a failure that no rank can report by itself (hang, desync, slow node), or None."""
         now, slow_node = self._state.generation, self._find_slow_node()
+        if self._config.command and not self._separate and time.monotonic() - self._looked_at > _LOOK_EVERY:
+            self._looked_at = time.monotonic()
+            self._warn_of_separate_worlds()
         if now.first_failure is None:
             return slow_node or await self._find_hang()
         if now.dead_ranks_analysed or now.broken is not None:
@@ -211,6 +219,14 @@ class JobMonitor:
         now.dead_ranks_analysed = True
         ends = tuple(now.ends.values())
         return await self._find_desync(ends) if is_needed(ends) else None
+
+    def _warn_of_separate_worlds(self) -> None:
+        found = find_separate_worlds(self._hang_detector.snapshot.at(time.monotonic()))
+        if found is not None:
+            self._separate, (rank, nodes) = True, found
+            reason = describe_separate_worlds(rank, nodes)
+            self._state.progress.separate = reason
+            self._events.write(EventKind.PROGRAM_SEPARATE, rank=rank, nodes=list(nodes), reason=reason)
 
     def _find_slow_node(self) -> Failure | None:
         """Return the failure caused by a slow node, once all measurements have arrived or are overdue."""

@@ -89,7 +89,7 @@ SampleRow = tuple[int, int, str, bool, int, float, float, str, float, bool]
 RasRow = tuple[int, int, int, bool]
 """A rank in NCCL's RAS: rank, collectives launched, the most that a peer has launched, whether it is missing."""
 
-ProgramRow = tuple[int, int, float, float, float, str]
+ProgramRow = tuple[int, int, float, float, float, str, int]
 """The rank, and the fields of a `trainer.agent.watch.program_sample.ProgramSample` in order."""
 
 

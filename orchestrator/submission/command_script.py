@@ -156,7 +156,7 @@ def check_command(config: RunConfig, cwd: Path) -> None:
     if not traits(config.cluster.kind).simulated_nodes and not set(config.cluster.templates) <= _KEEP_FILES:
         return
     _check_program(config.command, cwd)
-    script = find_script(config.command)
+    script = find_script(config.command) or _started_script(config.command)
     if FOLDER_VARIABLE in {*config.env, *config.env_from}:
         folder = Path(config.env.get(FOLDER_VARIABLE, ""))
         if not (folder.is_absolute() and folder.is_dir()):
@@ -202,6 +202,13 @@ def _check_program(command: tuple[str, ...], cwd: Path) -> None:
 
 
 _STARTERS = {".py": "python", ".sh": "bash"}
+
+
+def _started_script(command: tuple[str, ...]) -> str | None:
+    """Return the Python script that a launcher starts."""
+    found = find_launcher(command)
+    name = found.starts[0] if found.starts and found.own[-1] not in ("-m", "--module") else ""
+    return name if name.endswith(".py") and SCRIPT.fullmatch(name) else None
 
 
 def _missing(command: tuple[str, ...], script: str, path: Path) -> ConfigError:

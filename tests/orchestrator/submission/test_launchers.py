@@ -198,6 +198,13 @@ def test_the_options_of_a_place_come_before_the_script(command: str, options: st
     assert " ".join(place_launcher(command.split(), PLACE, {})) == f"{before}{options} train.py{after}"
 
 
+def test_the_script_of_a_launcher_must_exist() -> None:
+    with pytest.raises(ConfigError, match="no file") as refused:
+        check(("torchrun", "--nproc-per-node=2", "trane.py", "--lr", "1"), ranks=2)
+    assert "did you mean" in refused.value.hint
+    check(("torchrun", "-m", "pkg.trane"), ranks=2)
+
+
 def test_on_one_node_deepspeed_keeps_the_devices_of_the_job() -> None:
     alone = NodePlace(nodes=1, ranks=4, node=0, host="n0", port=777)
     assert "--num_gpus=4" in place_launcher(["deepspeed", "train.py"], alone, {})

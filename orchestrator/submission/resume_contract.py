@@ -64,6 +64,7 @@ _TERMS: Mapping[Term, str] = {
     Term(Rule.REFUSED, "whether the code is copied was decided when the run was submitted"): "workload.snapshot",
     Term(Rule.ACCEPT, "orch looks for the program's checkpoints elsewhere"): "checkpoints.path",
     Term(Rule.ACCEPT, "orch looks for the program's checkpoints under other names"): "checkpoints.pattern",
+    Term(Rule.ACCEPT, "orch checks the program's checkpoints by other rules"): "checkpoints.adapter",
     HARMLESS: """
         progress cluster.shared_root cluster.spare_nodes cluster.mem cluster.time cluster.interface cluster.signal_lead
         cluster.gpus cluster.partition cluster.account cluster.qos cluster.constraint cluster.exclude

@@ -15,6 +15,11 @@ def parse_digits(digits: str) -> int:
     return int(digits.lstrip("0")[:18] or "0")
 
 
+AUTO = "auto"
+ADAPTERS = ("hf", "lightning", "accelerate", "deepspeed", "megatron", "dcp", "plain")
+"""Names of the adapters (`trainer.agent.adapters.registry.NAMES`)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CommandCheckpointsConfig:
     """Checkpoints written by a `command:`. orch reads the run's progress from them and sets torn checkpoints aside."""
@@ -24,7 +29,13 @@ class CommandCheckpointsConfig:
     pattern: str = "checkpoint-*"
     """Name pattern of the checkpoint files or folders. The last `*` is the step (an integer); others match anything."""
 
+    adapter: str = AUTO
+    """Framework whose rules tell complete checkpoints from incomplete ones: `auto` (the framework that has saved),
+    `hf`, `lightning`, `accelerate`, `deepspeed`, `megatron`, `dcp`, or `plain` (files of `torch.save`)."""
+
     def __post_init__(self) -> None:
+        if self.adapter not in (AUTO, *ADAPTERS):
+            raise ValueError(f"checkpoints.adapter={self.adapter}: must be {AUTO}, {', '.join(ADAPTERS[:-1])} or plain")
         if "*" not in self.pattern or "/" in self.pattern:
             raise ValueError(
                 f"checkpoints.pattern={self.pattern}: must be one name with a `*` for the step, like checkpoint-*"

@@ -15,7 +15,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.recovery.retry_policy import drill_words
 from orchestrator.registry.records import REPLACED_VARIABLES, Attempt, Transition, UserRequest
 from trainer.protocol.events import Event, EventKind
-from trainer.protocol.failures.outcome import ExitCode
+from trainer.protocol.failures.outcome import ExitCode, FailureKind
 from trainer.protocol.failures.save_trouble import short_reason
 from trainer.protocol.time_spans import parse_span
 
@@ -112,7 +112,8 @@ def _describe_incident(data: Data) -> str:
     if data.get("withdrawn"):
         return f"looked hung, but continued: {data['reason']}"
     left = "; nothing is killed (watch.action=observe)" if data.get("observed") else ""
-    return f"hung: {data['reason']}; evidence in {data['evidence']}{left}"
+    what = "unusable loss" if data.get("kind") == FailureKind.NUMERIC else "hung"
+    return f"{what}: {data['reason']}; evidence in {data['evidence']}{left}"
 
 
 def _describe_straggler(data: Data) -> str:

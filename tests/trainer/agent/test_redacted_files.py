@@ -12,7 +12,7 @@ from trainer.agent import main
 from trainer.agent.coordination.job_monitor import write_verdict
 from trainer.agent.fork_server.launch_order import RankLauncher
 from trainer.agent.rank_processes.rank_exit import last_output
-from trainer.agent.user_command.command_run import CommandMemory, SetAsideCheckpoint
+from trainer.agent.user_command.command_memory import CommandMemory, SetAsideCheckpoint
 from trainer.agent.watch.declare_hang import HangJudgement, HangVerdict, Incident
 from trainer.agent.watch.evidence import _Bundle
 from trainer.protocol import skipped_batches

@@ -39,6 +39,7 @@ class GenerationState:
     restored: int = 0  # step of the checkpoint it started from; 0 if none
     stop_announced: float = 0.0  # announced stop time, on the coordinator's clock
     drill: str = ""  # kind of the newest requested drill that ends this generation
+    finite_until: float | None = None  # time of the last finite loss, if the loss has become unusable; 0: none
 
     def note(self, end: RankEnd) -> None:
         self.ends[end.rank] = end

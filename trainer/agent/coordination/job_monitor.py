@@ -12,6 +12,7 @@ from typing import Any
 from checkpointing.storage.durable import dump_line, write_durably
 from trainer.agent.attempt_state.attempt_state import RunningAttempt
 from trainer.agent.attempt_state.published_files import MOST, rank_readings
+from trainer.agent.coordination.loss_monitor import LossMonitor
 from trainer.agent.flight.analysis import analyse
 from trainer.agent.flight.recorder import records_of_dead_ranks
 from trainer.agent.flight.wait_graph import Finding
@@ -143,6 +144,7 @@ class JobMonitor:
         self._state, self._config, self._roster, self._events = state, state.config, state.roster, state.events
         self._generation, self._hang_detector = 0, self._new_hang_detector(0)
         self._work_windows: WorkWindows | None = None
+        self._losses = LossMonitor(state)
         self._benchmark: NodeBenchmark | None = None
         self._usual_speeds: asyncio.Future[dict[str, float]] | None = None
         self._separate = False  # the nodes were found to train separate models
@@ -151,6 +153,7 @@ class JobMonitor:
     def start_generation(self) -> None:
         generation = self._state.generation.number
         self._generation, self._hang_detector = generation, self._new_hang_detector(generation)
+        self._losses = LossMonitor(self._state)
         cluster, straggler = self._config.cluster, self._config.detection.straggler
         nodes = [member.name for member in self._roster.training_members() for _ in range(cluster.ranks_per_node)]
         # On GPUs, a program's CPU time includes its waits for the GPU, and so for its peers.
@@ -183,6 +186,7 @@ class JobMonitor:
         """Handle a report, flight records or the end of evidence collection; a malformed message raises an error."""
         match message:
             case ProgressReport():
+                self._losses.receive(message)
                 self._hang_detector.add_report(node, message, time.monotonic())
                 for verdict in self._work_windows.add_report(message.work) if self._work_windows else ():
                     located = replace(verdict, reason=self._with_places(verdict.reason, [verdict.rank]))
@@ -204,13 +208,13 @@ class JobMonitor:
         )  # fmt: skip
 
     async def check(self) -> Failure | None:
-        """Return a failure that no rank can report by itself (hang, desync, slow node), or None."""
+        """Return a failure that no rank can report by itself (hang, desync, slow node, unusable loss), or None."""
         now, slow_node = self._state.generation, self._find_slow_node()
         if self._config.command and not self._separate and time.monotonic() - self._looked_at > _LOOK_EVERY:
             self._looked_at = time.monotonic()
             self._warn_of_separate_worlds()
         if now.first_failure is None:
-            return slow_node or await self._find_hang()
+            return slow_node or await self._find_hang() or await self._losses.check()
         if now.dead_ranks_analysed or now.broken is not None:
             return None
         # Once all ranks have exited, the next decision does not have to wait.

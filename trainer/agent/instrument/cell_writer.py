@@ -11,6 +11,7 @@ import mmap
 import os
 import struct
 import time
+from collections.abc import Callable
 
 SIZE = 4096
 PHASES = {
@@ -22,7 +23,7 @@ INSTRUMENTED, DISABLED, ANSWERS, KNOWS_LOSS = 1, 2, 4, 16
 """Flags of the program record."""
 
 TIMED_STEPS = 8
-"""Steps of which one is timed. Its CPU time stands for all of them."""
+"""Steps of which one is timed. Its own work stands for all of them."""
 _LONG = 100_000_000
 """Nanoseconds of a phase that is timed in any step."""
 
@@ -35,7 +36,9 @@ _STOP, _STOP_AT = struct.Struct("<IId"), 256
 _TICK, _WORK, _TIMES, _ROW = 336 // 8, 384 // 8, 512 // 4, 160 // 4
 _BUCKETS, _SHORTEST, _SCALE = 40, 0.001, 1.0 / math.log(math.sqrt(2.0))
 _RECORD_AT, _NAMES_AT, _NAMES_SIZE, _ERROR_AT, _ERROR_SIZE = 3072, 3088, 240, 3328, 512
-_PID, _FLAGS, _RANK = _RECORD_AT // 4, _RECORD_AT // 4 + 1, _RECORD_AT // 4 + 2
+_PID, _FLAGS, _RANK, _UNUSABLE = (_RECORD_AT // 4 + word for word in range(4))
+_SINCE, _FINITE_UNTIL = 3840 // 8, 3848 // 8
+"""Step of the first of the unusable losses in a row, and the time of the last finite one."""
 
 
 def bucket(seconds: float) -> int:
@@ -66,7 +69,10 @@ class CellWriter:
         self._pid = self._flags = 0
         self._frameworks: list[str] = []
         self._sequence = self._words[0] + self._words[0] % 2
-        self._phase_at = self._cpu_at = 0
+        self._phase_at = self._wall_at = self._cpu_at = 0
+        self._started: int | None = None
+        self.count_collectives: Callable[[], int | None] = lambda: None
+        """Number of collectives that this process has started; None: unknown."""
 
     # -- the program record
 
@@ -82,6 +88,7 @@ class CellWriter:
         self._pid, self._generation, self._flags = pid, generation << 32, INSTRUMENTED
         self._counts[_PID] = 0
         self._map[_NAMES_AT : _ERROR_AT + _ERROR_SIZE] = bytes(_NAMES_SIZE + _ERROR_SIZE)
+        self._counts[_UNUSABLE], self._words[_SINCE], self._floats[_FINITE_UNTIL] = 0, 0, 0.0
         self._counts[_FLAGS], self._ranks[_RANK] = self._flags, rank
         self._counts[_PID] = pid
         self.enter(PHASES["init"])
@@ -127,7 +134,8 @@ class CellWriter:
         if self._counts[_PID] != self._pid:
             return
         at = time.monotonic_ns()
-        if phase != self.phase and (self.timed or at - self._phase_at > _LONG):
+        ends = phase != self.phase or (changes is not None and "step" in changes)
+        if ends and (self.timed or at - self._phase_at > _LONG):
             self._record_duration(at)
         self.phase, self._phase_at = phase, at
         words[0] = self._sequence + 1
@@ -143,7 +151,9 @@ class CellWriter:
             self._record_duration(at)
         self.phase, self._phase_at = FORWARD, at
         words[0] = self._sequence + 1
-        words[_STEP] = words[_WORK] = number
+        words[_STEP] = number
+        if self.timed:
+            words[_WORK] = number
         words[_STEP_AT] = words[_PHASE_AT] = words[_MOVED_AT] = at
         words[_PHASE] = FORWARD | self._generation
         self._floats[_STEP_SECONDS] = (at - before) * 1e-9
@@ -154,19 +164,24 @@ class CellWriter:
         """Start the times of the step after `step`. The clock of the CPU costs microseconds, so most have none."""
         self.warm, self.timed = True, step % TIMED_STEPS == 0
         if self.timed:
-            self._cpu_at = time.thread_time_ns()
+            self._wall_at, self._cpu_at = time.monotonic_ns(), time.thread_time_ns()
+            self._started = self.count_collectives()
 
     def _record_duration(self, at: int) -> None:
-        """Count the duration of a phase, and add its CPU time to the rank's own work (data, forward, backward,
-        optimizer). The rest of its time may have been spent waiting for peers.
+        """Count the duration of a phase, and add the rank's own work in it (data, forward, backward, optimizer).
+
+        In a phase without collectives, the rank has waited for no peer, so all of its time is its own. Otherwise only
+        its CPU time is. The count of steps with own work moves with it, so that a reader never sees half of a step.
         """
         if self.warm:
             self._counts[_TIMES + _ROW * self.phase + bucket((at - self._phase_at) * 1e-9)] += 1
         if self.timed:
-            cpu = time.thread_time_ns()
+            cpu, started = time.thread_time_ns(), self.count_collectives()
+            is_alone = started is not None and started == self._started
+            own = at - self._wall_at if is_alone else cpu - self._cpu_at
             if DATA <= self.phase <= OPTIMIZER:
-                self._words[_WORK + 1 + self.phase - DATA] += TIMED_STEPS * max(0, cpu - self._cpu_at)
-            self._cpu_at = cpu
+                self._words[_WORK + 1 + self.phase - DATA] += TIMED_STEPS * max(0, own)
+            self._wall_at, self._cpu_at, self._started = at, cpu, started
 
     def update(self, **changes: float) -> None:
         """Change fields of the reading, and record movement."""
@@ -184,11 +199,23 @@ class CellWriter:
                 words[_WHOLE[name]] = int(value)
             else:
                 self._floats[_REAL[name]] = value
-        if "loss" in changes and not self._flags & KNOWS_LOSS:
-            self.add_flags(KNOWS_LOSS)
+        if "loss" in changes:
+            self._note_loss(changes["loss"], int(changes.get("step", words[_STEP])))
         if "step" in changes:
             words[_STEP_AT] = at
-            words[_WORK] = words[_STEP]
+            if self.timed:
+                words[_WORK] = words[_STEP]
+
+    def _note_loss(self, loss: float, step: int) -> None:
+        """Count the losses in a row that are NaN or infinite."""
+        if not self._flags & KNOWS_LOSS:
+            self.add_flags(KNOWS_LOSS)
+        if math.isfinite(loss):
+            self._floats[_FINITE_UNTIL], self._counts[_UNUSABLE] = time.time(), 0
+            return
+        if not self._counts[_UNUSABLE]:
+            self._words[_SINCE] = step
+        self._counts[_UNUSABLE] += 1
 
     def read_step(self) -> int:
         return self._words[_STEP]

@@ -36,7 +36,7 @@ class ProcessGroups:
         if rank is None:
             return
         rank.found("torch.distributed")
-        rank.count_collectives = self.count
+        rank.use_counts(self.count, self.count_all)
         self._serve(_flight_path(rank))
 
     def count(self) -> int:
@@ -49,6 +49,11 @@ class ProcessGroups:
                 except RuntimeError:  # some backends have no counter
                     self._silent.add(id(group))
         return total
+
+    def count_all(self) -> int | None:
+        """Return the same number, or None if a backend has no counter."""
+        total = self.count()
+        return None if self._silent else total
 
     def _serve(self, path: str) -> None:
         """Start torch's server, which answers the agent even while Python's lock is held, and list the groups, which

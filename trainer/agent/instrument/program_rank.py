@@ -233,6 +233,11 @@ class ProgramRank:
             self._end_after(error)
 
     @_safely
+    def use_counts(self, count: Callable[[], int], count_all: Callable[[], int | None]) -> None:
+        """Use these functions, which return the number of collectives; `count_all` returns None if it is unknown."""
+        self.count_collectives, self._cell.count_collectives = count, count_all
+
+    @_safely
     def set_rank(self, rank: int) -> None:
         """Record the rank that the process group has given to this process."""
         self._cell.set_rank(rank)

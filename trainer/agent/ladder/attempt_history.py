@@ -24,6 +24,7 @@ class AttemptHistory:
     suspects: list[int] = field(default_factory=list)  # steps whose checkpoints must not be restored
     skipped: list[Skip] = field(default_factory=list)  # batches skipped by rollbacks of this attempt
     hung: list[str] = field(default_factory=list)  # nodes blamed for a hang, listed once per hang
+    bad_loss: int = -1  # highest step at which the loss of a user's program became unusable; -1: none
     hangs: int = 0  # generations that ended in a hang
     generations: int = 0
     new_nodes: bool = True  # nodes have joined since the last generation; also True before the first
@@ -70,6 +71,8 @@ class AttemptHistory:
         if failure is not None and failure.kind is FailureKind.HANG and not failure.drill:
             self.hung += failure.nodes
             self.hangs += 1
+        if failure is not None and failure.kind is FailureKind.NUMERIC and not failure.drill:
+            self.bad_loss = max(self.bad_loss, failure.step or 0)
         if skip is not None:
             self.skipped.append(skip)
             self.rollbacks += 1

@@ -246,6 +246,8 @@ def _new_suspect(now: Situation) -> tuple[int, str] | None:
 def _rung(now: Situation, cause: Decision, reason: str, *, doubted: bool) -> Decision:
     """Choose the lowest rung that may help. `doubted` means that another checkpoint will be restored."""
     failure = cause.known_failure
+    if failure.kind is FailureKind.NUMERIC and now.command is not None:
+        return _restart_before_bad_loss(now, cause, reason)
     if failure.kind is FailureKind.NUMERIC:
         return _roll_back(now, cause, reason, doubted=doubted)
     if failure.kind is FailureKind.NODE_SUSPECT:
@@ -281,6 +283,17 @@ def _roll_back(now: Situation, cause: Decision, reason: str, *, doubted: bool) -
         mark=cause.mark,
         skip=cause.skip,
     )
+
+
+def _restart_before_bad_loss(now: Situation, cause: Decision, reason: str) -> Decision:
+    """Start a user's program again from a checkpoint that is older than its unusable losses, once per step.
+    Its batches are its own, so none can be skipped.
+    """
+    failure = cause.known_failure
+    if failure.step is not None and failure.step <= now.history.bad_loss:
+        reason = f"{reason}; it was unusable from step {now.history.bad_loss} on before the restart"
+        return end(reason, failure, cause.mark)
+    return _restart(now, replace(cause, action=Action.RESTART), reason)
 
 
 def _restart(now: Situation, cause: Decision, reason: str) -> Decision:

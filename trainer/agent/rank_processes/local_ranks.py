@@ -18,7 +18,7 @@ from trainer.agent.processes.proc import OomKills, is_descendant, kill_children,
 from trainer.protocol.config_sections.fault_detection_config import KINDS
 from trainer.protocol.config_sections.recipe_config import ClusterShape
 from trainer.protocol.failures.rank_end import RankEnd
-from trainer.protocol.messages.agents import InjectFault, ProgressReport
+from trainer.protocol.messages.agents import InjectFault, LossRow, ProgressReport
 from trainer.protocol.messages.codec import MessageError
 from trainer.protocol.messages.ranks import (
     FROM_RANK,
@@ -102,6 +102,13 @@ class LocalRank:
         """Return whether the loss in the cell is the rank's. A user's program may not report one."""
         program = self.cell.program()
         return self.has_stepped() and (program is None or ProgramFlags.KNOWS_LOSS in program.flags)
+
+    def loss_row(self) -> LossRow | None:
+        """Return the losses of a user's program, or None if it reports none."""
+        one = self.cell.program()
+        if one is None or not is_instrumented(one.flags) or not self.knows_loss():
+            return None
+        return (self.rank, one.unusable_losses, one.unusable_since, one.finite_until)
 
     def has_stepped(self) -> bool:
         return self.last.step > self.last.restored_step
@@ -241,6 +248,7 @@ class LocalRanks:
             step_seconds=max(reading.step_seconds for _, reading in readings),
             stepped=all(local.has_stepped() for local in self.by_rank.values()),
             answers=self.answer_requests(),
+            losses=tuple(row for local, _ in readings if (row := local.loss_row()) is not None),
         )
 
     def kill_directly(self) -> None:

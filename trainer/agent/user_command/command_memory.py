@@ -40,6 +40,7 @@ class CommandMemory:
     aside: list[SetAsideCheckpoint] = field(default_factory=list)
     earlier: Stamps | None = None  # checkpoints from before the run's first start; None: not examined yet
     saved: bool = False  # a complete checkpoint has existed; never reset
+    finite_until: float | None = None  # checkpoints that are newer must not be loaded: the loss was unusable
     warned: bool = False  # that it has saved nothing; never reset
 
     def encode(self) -> bytes:

@@ -1,5 +1,6 @@
 """The coordinator's view of a user's program: consecutive failures and checkpoints."""
 
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -42,6 +43,7 @@ from trainer.agent.user_command.set_aside import (
 )
 from trainer.agent.user_command.unsaved_work import UnsavedWork
 from trainer.protocol.checkpoint_seal import CheckpointSeal
+from trainer.protocol.command_progress import AUTO
 from trainer.protocol.config import JobConfig
 from trainer.protocol.events import EventKind, EventLog
 from trainer.protocol.failures.decision import Action, Decision
@@ -62,6 +64,8 @@ class CommandRun:
             self._folder, config.checkpoints, events, progress, counts_steps=not config.progress.pattern
         )
         self._steps = StepWatch(config.progress, attempt.rank_log(0), lambda: working_directory(run, config), progress)
+        adapter = config.checkpoints.adapter
+        self._fixed_adapter = self._checkpoints.adapter = "" if adapter == AUTO else adapter
         self._engine = EngineSaves(run.checkpoints)
         self._unsaved = UnsavedWork(attempt, config, events, progress)
         self._seals = CheckpointSeals(run.seals, self._report_seal)
@@ -119,11 +123,28 @@ class CommandRun:
         await self._engine.start_generation()
         if self._checkpoints.config.path:
             self._unmovable = await self._why_unmovable()
+            await self._drop_unusable(generation)
             await self._choose(generation, wait or _join)
             if self._checkpoints.began_from is None:
                 self._unmatched = await run_bounded(partial(_first_names, self._folder())) or ""
         self._memory.saved = self._memory.saved or self._checkpoints.has_whole()
         await self.restores.start_generation(generation, self.resume)
+
+    async def _drop_unusable(self, generation: int) -> None:
+        """Move away checkpoints that the program has saved since its loss was last finite, if an older one remains.
+        If its loss was never finite (0), the one that it started from may be the cause.
+        """
+        until, self._memory.finite_until = self._memory.finite_until, None
+        while until is not None and not self._unmovable and (newest := self._checkpoints.began_from) is not None:
+            older = self._checkpoints.older()
+            written = max((time for _, time in newest.files.values()), default=0) * 1e-9
+            if older is None or newest.earlier or written <= until:
+                return
+            damage = "was saved after the last finite loss, so its weights may be unusable"
+            if not await self._move(replace(newest, damage=damage, lacking=False), older, f"it {damage}", generation):
+                return
+            self._checkpoints.begin_from_newest()
+            until = until or math.inf
 
     async def _choose(self, generation: int, wait: Wait) -> None:
         """Choose the newest complete checkpoint, and move newer damaged ones away."""
@@ -227,9 +248,9 @@ class CommandRun:
 
     def _learn(self, saves: Sequence[ProgramSave]) -> None:
         """Learn from reported saves which framework saves, and where if the configuration has no folder."""
-        found = self._checkpoints
-        found.adapter = choose_adapter(saves) or found.adapter
-        if not found.config.path and (place := locate(saves)) is not None:
+        found, fixed = self._checkpoints, self._fixed_adapter
+        found.adapter = fixed or choose_adapter(saves) or found.adapter
+        if not found.config.path and (place := locate(saves, fixed)) is not None:
             found.config = place.config
 
     async def _learn_place(self) -> None:
@@ -260,6 +281,8 @@ class CommandRun:
             await self._checkpoints.check_settled()
             await self._engine.check_settled()
         self._remember(decision, now)
+        if now.finite_until is not None:
+            self._memory.finite_until = now.finite_until
         self._memory.saved = self._memory.saved or self._checkpoints.has_whole()
         if decision.set_aside and cleared:
             await self._set_aside(decision.set_aside, now.number)
@@ -290,6 +313,7 @@ class CommandRun:
         if found is not None:
             self._memory.failures[:0], self._memory.aside[:0] = found.failures, found.aside
             self._memory.saved, self._memory.warned = self._memory.saved or found.saved, found.warned
+            self._memory.finite_until = found.finite_until
             self._recalled = True
             await self._note_earlier(found.earlier)
             for one in found.aside:  # the earlier coordinator may have died before finishing this

@@ -86,13 +86,13 @@ def choose_adapter(saves: Sequence[ProgramSave]) -> str:
     return registry.choose(saves[-1].frameworks) if saves else ""
 
 
-def locate(saves: Sequence[ProgramSave]) -> LearnedFolder | None:
+def locate(saves: Sequence[ProgramSave], adapter: str = "") -> LearnedFolder | None:
     """Return where the program saves its checkpoints, or None if that is unclear.
 
     A framework's first save is sufficient. `torch.save` may write anything, so two growing steps of one pattern in
     files named like checkpoints are required.
     """
-    adapter = choose_adapter(saves)
+    adapter = adapter or choose_adapter(saves)
     places = [place for save in saves if (place := _derive(save, adapter)) is not None]
     if not places:
         return None

@@ -89,6 +89,10 @@ SampleRow = tuple[int, int, str, bool, int, float, float, str, float, bool]
 RasRow = tuple[int, int, int, bool]
 """A rank in NCCL's RAS: rank, collectives launched, the most that a peer has launched, whether it is missing."""
 
+LossRow = tuple[int, int, int, float]
+"""A rank that knows its loss: the rank, its newest losses in a row that are NaN or infinite, the step of the first of
+them, and the time of the last finite one (0: none)."""
+
 ProgramRow = tuple[int, int, float, float, float, str, int]
 """The rank, and the fields of a `trainer.agent.watch.program_sample.ProgramSample` in order."""
 
@@ -177,6 +181,7 @@ class ProgressReport:
     waits: str = ""  # what the node's preparation waits for, if another process delays it
     answers: bool = False  # whether all ranks are a user's program that saves and exits when its cell requests it
     programs: tuple[ProgramRow, ...] = ()  # for the ranks of a user's program in `samples`
+    losses: tuple[LossRow, ...] = ()  # of a user's program
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

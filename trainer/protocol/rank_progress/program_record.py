@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from enum import IntFlag
 
 PROGRAM_AT = 3072
-_HEAD = struct.Struct("<IIi4x")
+_HEAD = struct.Struct("<IIiI")
 _FRAMEWORKS_AT, _FRAMEWORKS_SIZE = PROGRAM_AT + _HEAD.size, 240
 _ERROR_AT, _ERROR_SIZE = _FRAMEWORKS_AT + _FRAMEWORKS_SIZE, 512
+_LOSSES, _LOSSES_AT = struct.Struct("<qd"), _ERROR_AT + _ERROR_SIZE
 
 
 class ProgramFlags(IntFlag):
@@ -34,19 +35,26 @@ class ProgramRecord:
     rank: int | None = None  # given to `init_process_group`, or in RANK
     frameworks: tuple[str, ...] = ()
     error: str = ""  # why the module is disabled
+    unusable_losses: int = 0  # newest losses in a row that are NaN or infinite
+    unusable_since: int = 0  # step of the first of them
+    finite_until: float = 0.0  # time of the last finite loss, in seconds since the epoch; 0: none yet
 
 
 def unpack_program(cell: mmap.mmap | bytes) -> ProgramRecord | None:
     """Return the record in a cell, or None if no start-up module has written one."""
-    pid, flags, rank = _HEAD.unpack_from(cell, PROGRAM_AT)
+    pid, flags, rank, unusable = _HEAD.unpack_from(cell, PROGRAM_AT)
     if not pid:
         return None
+    since, finite_until = _LOSSES.unpack_from(cell, _LOSSES_AT)
     return ProgramRecord(
         pid=pid,
         flags=ProgramFlags(flags),
         rank=rank if rank >= 0 else None,
         frameworks=tuple(filter(None, _text(cell, _FRAMEWORKS_AT, _FRAMEWORKS_SIZE).split(","))),
         error=_text(cell, _ERROR_AT, _ERROR_SIZE),
+        unusable_losses=unusable,
+        unusable_since=since,
+        finite_until=finite_until,
     )
 
 

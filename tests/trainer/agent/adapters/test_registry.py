@@ -11,6 +11,7 @@ import pytest
 
 from trainer.agent.adapters import registry
 from trainer.agent.instrument import stop_agreement
+from trainer.protocol.command_progress import ADAPTERS, CommandCheckpointsConfig
 
 
 def test_every_adapter_has_all_functions() -> None:
@@ -71,3 +72,9 @@ def test_shards_in_a_trainer_checkpoint_follow_their_own_rules(write_folder: Cal
     (fsdp / "__0_0.distcp").write_bytes(b"x")
     shutil.rmtree(shards)
     assert registry.find_damage("hf", str(checkpoint)) == "optimizer_0 lacks .metadata"
+
+
+def test_the_configuration_knows_every_adapter_and_refuses_others() -> None:
+    assert ADAPTERS == registry.NAMES
+    with pytest.raises(ValueError, match=r"checkpoints\.adapter=jax: must be auto, hf, .*, dcp or plain"):
+        CommandCheckpointsConfig(adapter="jax")

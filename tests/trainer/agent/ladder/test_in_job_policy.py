@@ -471,3 +471,17 @@ def test_before_the_first_step_two_errors_of_one_class_are_not_the_same() -> Non
     other = find_cause([raised(0, message="no tokenizer", step=0)], trained=True, last_mark=first.mark)
     alike = find_cause([raised(0, message="cannot open shard 4", step=0)], trained=True, last_mark=first.mark)
     assert (other.retry, alike.retry) == (True, False)
+
+
+def test_an_unusable_loss_of_a_program_restarts_it_once_per_step():
+    lost = Failure(kind=FailureKind.NUMERIC, reason="the loss has been NaN since step 40", step=40)
+    first = decide(situation(command=CommandPast(), broken=lost))
+    assert (first.action, first.skip) == (Action.RESTART, None)
+    assert first.reason == "the loss has been NaN since step 40; restart 1 of 5 in place"
+    history = AttemptHistory()
+    history.record_failure(lost, "broken", 0, None)
+    again = decide(situation(command=CommandPast(), broken=lost, history=history))
+    assert (again.action, again.known_failure.kind) == (Action.END, FailureKind.NUMERIC)
+    assert again.reason.endswith("; it was unusable from step 40 on before the restart")
+    later = dataclasses.replace(lost, step=900)
+    assert decide(situation(command=CommandPast(), broken=later, history=history)).action is Action.RESTART

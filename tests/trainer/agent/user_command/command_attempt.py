@@ -32,14 +32,14 @@ class Attempt:
 
     def __init__(
         self, root: Path, number: int, restarts: int = 5, *, pattern: str = "checkpoint-*", path: str = "out",
-        progress: str = "",
+        progress: str = "", adapter: str = "auto",
     ) -> None:  # fmt: skip
         self.run = RunDir(root / "run-1")
         if number == 1:
             self.run.make()
         self.dir = self.run.attempt(number)
         self.dir.make()
-        checkpoints = CommandCheckpointsConfig(path=str(root / path) if path else "", pattern=pattern)
+        checkpoints = CommandCheckpointsConfig(path=str(root / path) if path else "", pattern=pattern, adapter=adapter)
         self.progress = AttemptProgress(number, "1", lambda: 0.0)
         self.restarts, self.budget, self.number = 0, restarts, 0
         events = EventLog(self.dir.event_file("coordinator"), "coordinator", number)

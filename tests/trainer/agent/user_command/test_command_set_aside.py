@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from tests.trainer.agent.user_command.command_attempt import BUG, TORN, Attempt, names, save, save_ranks
-from trainer.agent.user_command.command_run import CommandMemory
+from trainer.agent.attempt_state.attempt_state import GenerationState
+from trainer.agent.user_command.command_memory import CommandMemory
 from trainer.protocol.events import EventKind
-from trainer.protocol.failures.decision import Action
-from trainer.protocol.failures.outcome import FailureKind
+from trainer.protocol.failures.decision import Action, Decision
+from trainer.protocol.failures.outcome import Failure, FailureKind
 from trainer.protocol.failures.rank_end import RankEnd
 
 
@@ -306,3 +307,28 @@ def test_an_older_torn_one_is_put_back_where_the_error_stays_and_no_other_is_lef
     assert last.action is Action.END
     assert "; its newest checkpoint is checkpoint-100, and checkpoint-90 was moved away earlier" in last.reason
     assert names(out) == ["checkpoint-100", "checkpoint-90"]
+
+
+def test_checkpoints_since_the_last_finite_loss_are_not_loaded_again(tmp_path: Path, out: Path) -> None:
+    attempt = Attempt(tmp_path, 1)
+    asyncio.run(attempt.program.start_generation(1))
+    for step in (10, 20, 30):
+        save(out, step)
+        os.utime(out / f"checkpoint-{step}" / "state.json", (1000.0 + step, 1000.0 + step))
+
+    async def run(finite_until: float) -> str:
+        await attempt.program.start_generation(1)
+        lost = Failure(kind=FailureKind.NUMERIC, reason="the loss is nan", step=25)
+        now = GenerationState(number=1, started=100.0, first_failure=105.0, finite_until=finite_until)
+        decision = Decision(action=Action.RESTART, reason=lost.reason, failure=lost)
+        await attempt.program.end_generation(decision, now, cleared=True)
+        await attempt.program.start_generation(2)
+        return attempt.program.resume
+
+    assert asyncio.run(run(1025.0)) == str(out / "checkpoint-20")
+    (moved,) = attempt.told(EventKind.CHECKPOINT_SET_ASIDE)
+    assert (moved["step"], moved["damaged"]) == (30, True)
+    assert moved["reason"] == "it was saved after the last finite loss, so its weights may be unusable"
+    # Its loss was never finite after the start from 20, so that one may be the cause; the last one stays.
+    assert asyncio.run(run(0.0)) == str(out / "checkpoint-10")
+    assert asyncio.run(run(0.0)) == str(out / "checkpoint-10")

@@ -95,3 +95,15 @@ def test_a_first_checkpoint_that_is_incomplete_moves_away_unless_the_run_has_sav
     second.stops()
     assert names(out) == (["checkpoint-20"] if before else [])
     assert second.program.unusable == ""
+
+
+@pytest.mark.parametrize(("adapter", "chosen"), [("auto", 20), ("hf", 10), ("plain", 20)])
+def test_the_configured_adapter_replaces_the_guess(tmp_path: Path, out: Path, adapter: str, chosen: int) -> None:
+    attempt = Attempt(tmp_path, 1, adapter=adapter)
+    for step in (10, 20):
+        trainer_checkpoint(out, step)
+    (out / "checkpoint-20" / "trainer_state.json").unlink()  # complete, except for a Trainer
+    if adapter == "plain":
+        report(attempt, 20, out / "checkpoint-20")
+    asyncio.run(attempt.program.start_generation(1))
+    assert attempt.program.resume == str(out / f"checkpoint-{chosen}")

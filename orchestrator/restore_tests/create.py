@@ -42,6 +42,7 @@ from orchestrator.submission.resume_contract import PACKAGES, TORCH, Rule, ident
 from orchestrator.submission.resume_request import current_identity, trained_identity
 from trainer.protocol import restore_test
 from trainer.protocol.config import NEVER
+from trainer.protocol.launchers import PER_RANK
 from trainer.protocol.plain_data import build
 from trainer.protocol.restore_test import CHECKPOINT_VARIABLE, RESTORE_PROGRAM, UNDECIDED, Outcome
 from trainer.protocol.run_dir import RunDir
@@ -302,6 +303,7 @@ def _command(data: dict[str, Any], run: Run, settings: RestoreTestsConfig, check
     variables = {CHECKPOINT_VARIABLE: checkpoint.path, "ORCH_CHECKPOINT_STEP": str(checkpoint.step)}
     return {
         "command": [python, str(RESTORE_PROGRAM), *settings.command],
+        "launcher": PER_RANK,
         "checkpoints": {**data["checkpoints"], "path": ""},
         "env": {**data["env"], **variables},
     }

@@ -157,11 +157,11 @@ class Program:
     def step(self, number: int | None, loss: Any) -> None:
         self._number = (self._number or 0) + 1 if number is None else number
         self._polled = False
-        if loss is not None:
-            self.loss = self._read_loss(loss)
+        known = None if loss is None else self._read_loss(loss)
+        self.loss = self.loss if known is None else known
         writer = self.writer()
         if writer is not None:
-            writer.step(self._number, None if self.loss != self.loss else self.loss)
+            writer.step(self._number, known)
 
     def should_save(self) -> bool:
         self._calls_save = True
@@ -211,16 +211,16 @@ class Program:
             self._served = None
         return 0 if self._served else int(request[0])
 
-    def _read_loss(self, loss: Any) -> float:
-        """Return the loss as a number, or NaN if it is unknown. A loss on a device is returned one call later."""
+    def _read_loss(self, loss: Any) -> float | None:
+        """Return the loss as a number, or None if it is unknown. A loss on a device is returned one call later."""
         before, self._waiting_loss = self._waiting_loss, None
         if hasattr(loss, "detach"):
             loss = loss.detach()
         if getattr(getattr(loss, "device", None), "type", "cpu") != "cpu":
             self._waiting_loss, loss = loss, before
         with contextlib.suppress(TypeError, ValueError, RuntimeError):  # several numbers, or no number
-            return float("nan") if loss is None else float(loss)
-        return float("nan")
+            return None if loss is None else float(loss)
+        return None
 
 
 class SaveCadence(Protocol):

@@ -70,12 +70,13 @@ def work(seconds):
         pass
 
 mine = rank == culprit and not again
+began = time.monotonic()
 threading.Thread(target=produce, daemon=True).start()
 for step in range(1, 10 ** 6):
     batch = batches.get()
     if mine and step == at:
         strike()
-    if mine and kind == "slow" and step >= 2 * at:
+    if mine and kind == "slow" and time.monotonic() > began + 40.0:  # its own past is known by then
         work(0.1)
     optimizer.zero_grad()
     loss = model(batch).square().sum()

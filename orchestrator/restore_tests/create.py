@@ -300,7 +300,10 @@ def _command(data: dict[str, Any], run: Run, settings: RestoreTestsConfig, check
             where="restore_tests.command", hint="restore_tests.command=[python, restore.py] in the run's configuration",
         )  # fmt: skip
     python = data["cluster"]["python"] or _submitters_python(data["cluster"]["templates"], run)
-    variables = {CHECKPOINT_VARIABLE: checkpoint.path, "ORCH_CHECKPOINT_STEP": str(checkpoint.step)}
+    variables = {
+        CHECKPOINT_VARIABLE: checkpoint.path, "ORCH_CHECKPOINT_STEP": str(checkpoint.step),
+        "ORCH_RESUME_PATH": checkpoint.path,
+    }  # fmt: skip
     return {
         "command": [python, str(RESTORE_PROGRAM), *settings.command],
         "launcher": PER_RANK,

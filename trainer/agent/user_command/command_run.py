@@ -69,7 +69,7 @@ class CommandRun:
         self._engine = EngineSaves(run.checkpoints)
         self._unsaved = UnsavedWork(attempt, config, events, progress)
         self._seals = CheckpointSeals(run.seals, self._report_seal)
-        self.restores = RestoreWatch(run, attempt, config.cluster.world_size, events)
+        self.restores = RestoreWatch(run, attempt, config, events)
         self.resume = ""
         """Path of the newest complete checkpoint, from which the next generation should resume."""
         self.unusable = ""

@@ -12,11 +12,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":  # started by its path, so orch's packages are not importable otherwise
     sys.path[:] = [str(Path(__file__).resolve().parents[3]), *sys.path[1:]]
 
+from trainer.agent.user_command.restored_states import RestoredRanks, read_restored
 from trainer.protocol.events import EventKind, EventLog
 from trainer.protocol.failures.outcome import ExitCode
 from trainer.protocol.restore_test import CHECKPOINT_VARIABLE, Outcome
@@ -33,7 +35,7 @@ def main(program: list[str]) -> int:
     before = content(checkpoint)
     shielded = can_shield(checkpoint)
     prefix = ["unshare", "-rm", "sh", "-c", _READ_ONLY, str(checkpoint)] if shielded else []
-    code = run([*prefix, *program])
+    code = run([*prefix, *program], inherit_files() if shielded else ())
     if code < 0:  # it was killed; the agent knows why
         os.kill(os.getpid(), signal.Signals(-code))
     changed = content(checkpoint) != before
@@ -43,21 +45,42 @@ def main(program: list[str]) -> int:
         sys.stderr.write(f"orch: no result: {why}\n")
         return ExitCode.RETRY
     evidence = {"read_only": shielded, "program_seconds": time.time() - began, "place": str(checkpoint.parent)}
-    _report(*judge(code, changed, int(os.environ.get("RANK", "0"))), evidence)
+    _report(*judge(code, changed, int(os.environ.get("RANK", "0")), checkpoint.name, _restored()), evidence)
     return code or (1 if changed else 0)
 
 
-def run(words: list[str]) -> int:
+def inherit_files() -> list[int]:
+    """Open the agent's files for the program, which cannot open them by path from its own user namespace."""
+    opened = []
+    for name in ("ORCH_CELLS", "ORCH_STACKS"):
+        paths = []
+        for path in filter(None, os.environ.get(name, "").split(",")):
+            opened.append(os.open(path, os.O_RDWR))
+            paths.append(f"/proc/self/fd/{opened[-1]}")
+        os.environ[name] = ",".join(paths)
+    return opened
+
+
+def run(words: list[str], descriptors: Sequence[int] = ()) -> int:
     """Return the exit code of a program, or the code a shell would return if it cannot be started."""
     try:
-        return subprocess.run(words, check=False).returncode
+        return subprocess.run(words, check=False, pass_fds=descriptors).returncode
     except FileNotFoundError:
         return 127
     except PermissionError:
         return 126
 
 
-def judge(code: int, changed: bool, rank: int) -> tuple[Outcome, str]:
+def _restored() -> RestoredRanks:
+    """Return which ranks have the parameters that they saved, as far as their start-up modules have compared them."""
+    attempt = RunDir(Path(os.environ["ORCH_RUN_DIR"])).attempt(int(os.environ["ORCH_ATTEMPT"]))
+    return read_restored(attempt, int(os.environ.get("ORCH_GENERATION", "0")))
+
+
+def judge(
+    code: int, changed: bool, rank: int, name: str = "", restored: RestoredRanks | None = None
+) -> tuple[Outcome, str]:
+    """Return the verdict on the checkpoint with this name. `restored` is what the ranks have compared."""
     if code == BAD:
         return Outcome.SUSPECT, f"the program found it bad: exit code {BAD} of rank {rank}"
     if code in _NOT_STARTED:
@@ -68,7 +91,13 @@ def judge(code: int, changed: bool, rank: int) -> tuple[Outcome, str]:
         return Outcome.NOT_COMPARABLE, f"the program failed: exit code {code} of rank {rank} ({bad})"
     if changed:
         return Outcome.NOT_COMPARABLE, "the checkpoint changed meanwhile: by the program or by a run that writes to it"
-    return Outcome.RESTORED, "the program restored it: exit code 0"
+    known = restored if restored is not None and (restored.agree or restored.differ) else None
+    if known is not None and rank in known.differ:
+        # If no rank has the parameters of its save, the program may store them with less precision.
+        outcome = Outcome.SUSPECT if known.agree else Outcome.NOT_COMPARABLE
+        return outcome, f"{known.describe(name)} (the program ended with exit code 0)"
+    compared = f"; {known.describe(name)}" if known is not None and not known.differ else ""
+    return Outcome.RESTORED, f"the program restored it: exit code 0{compared}"
 
 
 def can_shield(checkpoint: Path) -> bool:

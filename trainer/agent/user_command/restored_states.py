@@ -15,8 +15,10 @@ from typing import Any
 from trainer.agent.processes.background_tasks import RepeatedRead
 from trainer.agent.user_command.program_saves import ProgramSave, read_saves
 from trainer.agent.user_command.progress import run_bounded
+from trainer.protocol.config import JobConfig
 from trainer.protocol.events import EventKind, EventLog
 from trainer.protocol.logs.log_rotation import read_tail
+from trainer.protocol.restore_test import CHECKPOINT_VARIABLE, read_order
 from trainer.protocol.run_dir import AttemptDir, RunDir
 
 _TAIL = 64 * 1024
@@ -78,6 +80,12 @@ def _rows(data: bytes) -> list[dict[str, Any]]:
     return found
 
 
+def _read_source(run: RunDir) -> list[ProgramSave]:
+    """Return the saves of a run or, for a restore test, those of the run that it tests."""
+    order = read_order(run)
+    return read_saves((run if order is None else RunDir(Path(order.run_dir))).all_attempts())
+
+
 _LOOK_SECONDS, _LATE_SECONDS = 2.0, 30.0
 """Seconds between two looks at the reports, and from the first one to the statement if ranks are missing."""
 
@@ -85,8 +93,8 @@ _LOOK_SECONDS, _LATE_SECONDS = 2.0, 30.0
 class RestoreWatch:
     """States once per generation whether its ranks have restored what they saved."""
 
-    def __init__(self, run: RunDir, attempt: AttemptDir, world: int, events: EventLog) -> None:
-        self._run, self._attempt, self._world, self._events = run, attempt, world, events
+    def __init__(self, run: RunDir, attempt: AttemptDir, config: JobConfig, events: EventLog) -> None:
+        self._run, self._config, self._events = run, config, events
         self._generation, self._path, self._since = 0, "", 0.0
         self.states: tuple[str, ...] = ()
         """Digests that each rank should have before its first step; (): unknown."""
@@ -96,9 +104,10 @@ class RestoreWatch:
         """Find what the ranks saved in the checkpoint at `path` ("": none), from which a generation starts."""
         self._generation, self._path, self._since, self.states = generation, path, 0.0, ()
         self._reading.discard()
+        self._path = path = path or self._config.env.get(CHECKPOINT_VARIABLE, "")
         if path:
-            saves = await run_bounded(partial(read_saves, self._run.all_attempts())) or []
-            self.states = find_states(saves, path, self._world)
+            saves = await run_bounded(partial(_read_source, self._run)) or []
+            self.states = find_states(saves, path, self._config.cluster.world_size)
 
     def check(self) -> None:
         if not self.states or (read := self._reading.poll(_LOOK_SECONDS)) is None or read.exception() is not None:

@@ -40,7 +40,7 @@ def test_an_unchanged_data_parallel_script_reports_its_steps_and_phases(program:
         assert {Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER} <= set(cell.times())
         assert reading.collective > 0
         assert cell.last_tick_ns() > 0
-        assert cell.work().steps == STEPS
+        assert cell.work().steps == STEPS - (STEPS - 1) % 8  # the last step that was timed
     groups = json.loads((program.folder / "flight-1.groups").read_text())
     assert [0, 1, 1] in [runs for group in groups.values() for runs in group["runs"]]
 

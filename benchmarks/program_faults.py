@@ -2,12 +2,13 @@
 
 import contextlib
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 
@@ -124,11 +125,10 @@ def _flip_bits(file: Path) -> None:
 
 def _spoil_newest(run: ProgramRun, how: str, spoil: Callable[[Path], None]) -> Strike:
     """Wait until the newest checkpoint is sealed, stop all ranks, spoil its largest file, and kill them."""
-    until(lambda: _first(run.events(EventKind.CHECKPOINT_SEALED)[1:]), _SAVE_SECONDS, "a second sealed checkpoint")
+    newest = until(lambda: _find_sealed_newest(run), _SAVE_SECONDS, "a sealed checkpoint that is the newest")
     ranks = run.ranks()
     for process in ranks:
         process.suspend()
-    newest = run.events(EventKind.CHECKPOINT_SEALED)[-1].data
     place = Path(str(newest["path"]))
     files = [place] if place.is_file() else [path for path in place.rglob("*") if path.is_file()]
     spoil(max(files, key=lambda path: path.stat().st_size))
@@ -140,6 +140,14 @@ def _spoil_newest(run: ProgramRun, how: str, spoil: Callable[[Path], None]) -> S
         return [event.data["step"] for event in moved] == [newest["step"]]
 
     return Strike(at=now, target=f"checkpoint {newest['step']} {how}", is_named=is_named)
+
+
+def _find_sealed_newest(run: ProgramRun) -> dict[str, Any] | None:
+    """Return the newest seal, if it is the second or a later one and the program has saved nothing since."""
+    sealed = run.events(EventKind.CHECKPOINT_SEALED)
+    newest = max((event.data for event in sealed), key=lambda data: int(data["step"]), default=None)
+    numbers = [int(found[-1]) for path in run.saves() if (found := re.findall(r"\d+", path.name))]
+    return newest if len(sealed) > 1 and newest is not None and newest["step"] == max(numbers, default=-1) else None
 
 
 def fill_disk(run: ProgramRun) -> Strike:
@@ -156,7 +164,11 @@ def fill_disk(run: ProgramRun) -> Strike:
     )  # fmt: skip
     ballast.unlink()
 
-    return Strike(at=ended.time, target="the disk", is_named=lambda done: "No space left" in str(done.reasons(after)))
+    def is_named(done: ProgramRun) -> bool:
+        failure = done.first_failure(after)
+        return failure is not None and failure[0] == "storage"
+
+    return Strike(at=ended.time, target="the disk", is_named=is_named)
 
 
 _WATCHED = ("detection.hang.slow=4", "detection.hang.evidence=5")
@@ -169,10 +181,10 @@ FAULTS = {
     "loop": Fault(title="endless loop", cause=loop_rank, settings=_WATCHED),
     "node": Fault(title="node death", cause=kill_node),
     "preempt": Fault(title="preemption", cause=preempt),
-    "limit": Fault(title="time limit", cause=await_time_limit, pause=0.5,
-                   settings=("cluster.time='4:00'", "cluster.signal_lead=60")),
-    "torn": Fault(title="torn newest", cause=tear_newest),
-    "damaged": Fault(title="damaged newest", cause=damage_newest),
+    "limit": Fault(title="time limit", cause=await_time_limit, pause=1.0,
+                   settings=("cluster.time='2:30'", "cluster.signal_lead=75")),
+    "torn": Fault(title="torn newest", cause=tear_newest, pause=1.0),
+    "damaged": Fault(title="damaged newest", cause=damage_newest, pause=1.0),
     "disk": Fault(title="disk full", cause=fill_disk, disk="24m"),
 }  # fmt: skip
 """Columns of the table, keyed by the names for `--faults`."""

@@ -33,7 +33,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("python", "-W", "gone.py", "train.py"), False),
         (("sh", "-c", "cd /x && python gone.py"), False),
         (("gone.sh",), False),
-        (("torchrun", "gone.py"), False),
+        (("torchrun", "gone.py"), True),
         (("python", "$HOME/gone.py"), False),
         (("python", "gone"), False),
     ],

@@ -45,7 +45,7 @@ def main(program: list[str]) -> int:
         sys.stderr.write(f"orch: no result: {why}\n")
         return ExitCode.RETRY
     evidence = {"read_only": shielded, "program_seconds": time.time() - began, "place": str(checkpoint.parent)}
-    _report(*judge(code, changed, int(os.environ.get("RANK", "0")), checkpoint.name, _restored()), evidence)
+    _report(*judge(code, changed, int(os.environ.get("RANK", "0")), checkpoint.name, _read_restored()), evidence)
     return code or (1 if changed else 0)
 
 
@@ -71,7 +71,7 @@ def run(words: list[str], descriptors: Sequence[int] = ()) -> int:
         return 126
 
 
-def _restored() -> RestoredRanks:
+def _read_restored() -> RestoredRanks:
     """Return which ranks have the parameters that they saved, as far as their start-up modules have compared them."""
     attempt = RunDir(Path(os.environ["ORCH_RUN_DIR"])).attempt(int(os.environ["ORCH_ATTEMPT"]))
     return read_restored(attempt, int(os.environ.get("ORCH_GENERATION", "0")))

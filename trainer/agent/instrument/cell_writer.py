@@ -177,6 +177,8 @@ class CellWriter:
             self._counts[_TIMES + _ROW * self.phase + bucket((at - self._phase_at) * 1e-9)] += 1
         if self.timed:
             cpu, started = time.thread_time_ns(), self.count_collectives()
+            if started is not None:
+                self._words[_COLLECTIVE] = started
             is_alone = started is not None and started == self._started
             own = at - self._wall_at if is_alone else cpu - self._cpu_at
             if DATA <= self.phase <= OPTIMIZER:

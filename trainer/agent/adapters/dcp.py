@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainer.agent.adapters.host import AdapterHost
 
+SAVE_AND_GO_ON = 1
 _METADATA = ".metadata"
 _LAST_NUMBER = re.compile(r"(\d+)(?!.*\d)", re.ASCII)
 _LARGEST = 64 << 20
@@ -28,12 +29,88 @@ def _number(name: str) -> int:
 
 
 def install(module: Any, host: AdapterHost) -> None:
-    """Report saves. `module` is `torch.distributed.checkpoint.state_dict_saver`.
+    """Report saves, and save on request with torchtitan's `CheckpointManager`.
 
-    An asynchronous save ends in another thread, so only the part that blocks the program is reported.
+    `module` is `torch.distributed.checkpoint.state_dict_saver`, or one of torchtitan with that class. An asynchronous
+    save ends in another thread, so without torchtitan only the part that blocks the program is reported.
     """
+    if hasattr(module, "CheckpointManager"):
+        _hook_manager(module.CheckpointManager, host)
+        return
     for name in ("save", "async_save"):
         setattr(module, name, _report_calls(getattr(module, name), name == "save", host))
+
+
+def _hook_manager(manager: Any, host: AdapterHost) -> None:
+    """Hook the call that torchtitan's trainer makes after every step; the manager decides there whether to save."""
+    save = manager.save
+    if not hasattr(manager, "_should_save") or save.__name__ == "save_and_answer":  # another name of the same class
+        return
+    saves = TitanSaves(host, save)
+    before, after = host.guard(saves.is_due), host.guard(saves.after_step)
+
+    @functools.wraps(save, assigned=("__doc__",))
+    def save_and_answer(self: Any, curr_step: int, last_step: bool = False) -> Any:
+        is_saved = before(self, curr_step, last_step)
+        result = save(self, curr_step, last_step)
+        after(self, curr_step, last_step, is_saved)
+        return result
+
+    manager.save = save_and_answer
+
+
+class TitanSaves:
+    """Steps and saves of torchtitan in this process."""
+
+    def __init__(self, host: AdapterHost, save: Any) -> None:
+        self._host, self._save = host, save
+        self._answers = False
+        self._written: tuple[int, str, Any] | None = None  # step, path and future of an asynchronous save
+
+    def is_due(self, manager: Any, step: int, is_last: bool) -> bool:
+        """Return whether the manager itself saves after this step."""
+        return _is_used(manager) and bool(manager._should_save(step, is_last))
+
+    def after_step(self, manager: Any, step: int, is_last: bool, is_saved: bool) -> None:
+        """Report the step and finished saves, and save if all ranks agree to."""
+        if not _is_used(manager) or not self._host.leads:
+            return
+        if not self._answers:
+            self._host.answer_requests()
+            self._answers = True
+        if is_last:
+            self._host.finish(step)
+            return
+        self._host.rank.step(number=step)
+        reason = self._host.due(step)
+        if reason and not is_saved:
+            self._force(manager, step)
+        self._report_written(manager, step if is_saved or reason else 0, wait=reason > SAVE_AND_GO_ON)
+        if reason > SAVE_AND_GO_ON:
+            self._host.leave()
+
+    def _force(self, manager: Any, step: int) -> None:
+        """Save the whole state, as the manager does at its own steps."""
+        manager._should_save = lambda *_, **__: True
+        try:
+            self._save(manager, step)
+        finally:
+            del manager._should_save
+
+    def _report_written(self, manager: Any, step: int, *, wait: bool) -> None:
+        """Report an asynchronous save once it has ended; `dcp.save` reports the others."""
+        future = getattr(manager, "save_future", None)
+        if step and future is not None:
+            self._written = step, os.path.abspath(manager._create_checkpoint_id(step)), future
+        if self._written is None or not (wait or self._written[2].done()):
+            return
+        (step, path, future), self._written = self._written, None
+        if future.exception() is None:
+            self._host.saved(step, path)
+
+
+def _is_used(manager: Any) -> bool:
+    return getattr(manager, "enable", True) and not getattr(manager, "load_only", False)
 
 
 def _report_calls(save: Any, is_whole: bool, host: AdapterHost) -> Any:

@@ -32,7 +32,14 @@ ROWS = (
     AdapterRow("accelerate", ("accelerate.accelerator",)),
     AdapterRow("deepspeed", ("deepspeed.runtime.engine",)),
     AdapterRow("megatron", ("megatron.training.checkpointing",), r"(.*/iter_\d{7,18})/mp_rank_\d\d[^/]*/[^/]+"),
-    AdapterRow("dcp", ("torch.distributed.checkpoint.state_dict_saver",)),
+    AdapterRow(
+        "dcp",
+        (
+            "torch.distributed.checkpoint.state_dict_saver",
+            "torchtitan.components.checkpointer.dcp",
+            "torchtitan.components.checkpoint",
+        ),
+    ),
     AdapterRow("plain", ("torch.serialization",)),
 )
 """Adapters by priority: a Trainer uses Accelerate, which uses torch, and only the first of them answers requests."""

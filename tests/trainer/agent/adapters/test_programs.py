@@ -33,6 +33,8 @@ class Program:
     package: str
     nodes: int = 2
     ranks: int = 1
+    adapter: str = ""  # the program's name if empty
+    words: tuple[str, ...] = ()
 
 
 PROGRAMS = {
@@ -40,6 +42,8 @@ PROGRAMS = {
     "accelerate": Program("accelerate_program.py", "accelerate"),
     "deepspeed": Program("deepspeed_program.py", "deepspeed"),
     "lightning": Program("lightning_program.py", "lightning", nodes=1, ranks=2),
+    "torchtitan": Program("torchtitan_program.py", "torchtitan", adapter="dcp"),
+    "torchtitan async": Program("torchtitan_program.py", "torchtitan", adapter="dcp", words=("async",)),
 }
 
 
@@ -61,12 +65,13 @@ def _answers(work: LocalJob) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_saves_on_request_and_resumes_there(job: Callable[..., LocalJob], tmp_path: Path, name: str) -> None:
-    program, out, adapter = PROGRAMS[name], tmp_path / "out", registry.load(name)
+    program, out = PROGRAMS[name], tmp_path / "out"
+    adapter = registry.load(program.adapter or name)
     out.mkdir()
     environment = _environment(program.package)
 
     def start(folder: str, steps: int, **variables: str) -> LocalJob:
-        command = [sys.executable, str(HERE / "programs" / program.file), str(out), str(steps)]
+        command = [sys.executable, str(HERE / "programs" / program.file), str(out), str(steps), *program.words]
         env = {**environment, **variables}
         work = job(folder=folder, nodes=program.nodes, ranks=program.ranks, command=command, env=env)
         work.start().go()

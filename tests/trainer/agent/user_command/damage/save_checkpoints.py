@@ -61,7 +61,7 @@ def megatron_dist(out: Path) -> None:
     dist.init_process_group("gloo")
     for step in STEPS:
         folder = out / f"iter_{step:07d}"
-        dcp.save({f"layer-{RANK}": torch.ones(4096) * step}, checkpoint_id=folder)
+        dcp.save({f"layer-{RANK}": _state(step, RANK)["weights"]}, checkpoint_id=folder)
         if RANK == 0:
             torch.save({"iteration": step}, folder / "common.pt")
             (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "common_backend": "torch"}')

@@ -144,7 +144,7 @@ def _figures(run: ProgramRun, strike: Strike, back: float | None) -> Cell:
         found |= {
             "target": strike.target, "noticed_s": round(verdicts[0].time - strike.at, 1) if verdicts else None,
             "back_s": round(back - strike.at, 1), "steps_lost": log.steps_lost, "named": strike.is_named(run),
-            "said": run.reasons(strike.at),
+            "said": [reason.replace(f"{ROOT}/", "") for reason in run.reasons(strike.at)],
         }  # fmt: skip
     return found
 

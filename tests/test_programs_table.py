@@ -56,6 +56,10 @@ def test_a_run_continues_with_the_cells_that_have_not_passed(
     assert programs.order_faults(["kill", "stop"], cells, again=again) == order
 
 
+def test_the_record_names_no_folder_of_the_machine_that_measured() -> None:
+    assert "(/" not in programs.RECORD.read_text()
+
+
 def test_every_program_exists_and_knows_nothing_of_orch() -> None:
     for program in programs.PROGRAMS.values():
         text = (SCRIPTS / program.script).read_text()

@@ -14,6 +14,8 @@ from orchestrator.errors import ConfigError
 from trainer.protocol.command_progress import FOLDER_VARIABLE
 from trainer.protocol.config_sections.scheduler_kinds import traits
 from trainer.protocol.launchers import (
+    FILTERS,
+    LAST_WORDS,
     PER_RANK,
     PYTHON,
     SCRIPT,
@@ -30,10 +32,6 @@ from trainer.protocol.launchers import (
 )
 
 _ENDS = frozenset({";", "&&", "||", "&", "(", ")"})
-_FILTERS = frozenset({"tee", "cat", "grep", "egrep", "sed", "awk", "ts", "tr", "cut", "head", "tail", "logger", "sort"})
-"""Pipe filters that succeed even if the program before them fails. None of them does any training."""
-_LAST_WORDS = frozenset({"echo", "printf", "date", "true", ":"})
-"""Commands that always succeed; a script that ends with one also succeeds."""
 _KEEPS_CODE = re.compile(r"\bset\s+-\w*e|\berrexit\b|\bexit\b|\breturn\b|\btrap\b|\bexec\b|&&|\|\||\$\?")
 """Constructs with which a script may still return its program's exit code."""
 
@@ -58,7 +56,7 @@ def refuse_lost_exit_code(command: Sequence[str], script: str = "") -> None:
     last = lines[-1]
     ends = last[max((at + 1 for at, word in enumerate(last) if word in (";", "&")), default=0) :] or last
     starts_more = len(lines) > 1 or len(ends) < len(last)
-    if starts_more and ends[0] in _LAST_WORDS and not strict and not _KEEPS_CODE.search(text):
+    if starts_more and ends[0] in LAST_WORDS and not strict and not _KEEPS_CODE.search(text):
         what = f"command: the script ends with `{ends[0]}`, so a failed program before it would count as done"
         raise ConfigError(what, where="command", hint="put `set -e` at the beginning of the script")
 
@@ -72,7 +70,7 @@ def _filter_after_pipe(words: Sequence[str]) -> str:
             break
         if word in ("|", "|&"):
             piped = after.rpartition("/")[2]
-    return piped if piped in _FILTERS else ""
+    return piped if piped in FILTERS else ""
 
 
 _LOCAL = re.compile(r"localhost|127\.0\.0\.1")

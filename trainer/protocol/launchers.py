@@ -104,8 +104,10 @@ _NO_VALUE = re.compile(
 """Launcher options without a value."""
 _RUNNABLE = re.compile(r".*\.(?:py|sh)|(?:.*/)?python[\d.]*")
 _RANKS = re.compile(r"--(?:nproc[-_]per[-_]node|nnodes)\b")
-_PRINTS = frozenset({"echo", "printf", "date", "true", ":", "grep", "egrep", "cat", "tee", "sed", "awk"})
-"""Commands that name a launcher without starting it."""
+FILTERS = frozenset({"tee", "cat", "grep", "egrep", "sed", "awk", "ts", "tr", "cut", "head", "tail", "logger", "sort"})
+"""Pipe filters that succeed even if the program before them fails. None of them does any training."""
+LAST_WORDS = frozenset({"echo", "printf", "date", "true", ":"})
+"""Commands that always succeed; a script that ends with one also succeeds."""
 
 
 class Launcher(NamedTuple):
@@ -129,7 +131,7 @@ def find_launcher(command: Sequence[str]) -> Launcher:
 
     Words after a script are its arguments.
     """
-    if not command or command[0] in _PRINTS:
+    if not command or command[0] in FILTERS | LAST_WORDS:
         return NO_LAUNCHER
     launchers = (_read_launcher(command, at) for at in range(_find_script_index(command) + 1))
     return next((found for found in launchers if found.name), NO_LAUNCHER)

@@ -5,8 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.trainer.agent.job import LocalJob
+from trainer.agent.instrument import restored_state
 from trainer.agent.user_command.program_saves import ProgramSave
 from trainer.agent.user_command.restored_states import RestoredRanks, find_states
 from trainer.protocol.events import EventKind
@@ -80,5 +82,36 @@ def test_the_sentence_says_what_was_compared() -> None:
     assert RestoredRanks(agree=(0,)).describe("x") == "the rank that saved has the parameters of x, bit for bit"
     many = RestoredRanks(agree=(0,), differ=tuple(range(1, 12))).describe("x")
     assert (
-        many == "the parameters of ranks 1, 2, 3, 4, 5, 6, 7, 8, ... differ from those saved in x; 1 other rank agree"
+        many == "the parameters of ranks 1, 2, 3, 4, 5, 6, 7, 8, ... differ from those saved in x; 1 other rank agrees"
     )
+
+
+def test_digests_take_a_hundredth_of_the_time_at_most_and_are_one_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, made = 0.0, 0
+
+    def digest(optimizer: object) -> str:
+        nonlocal now, made
+        now, made = now + 2.0, made + 1
+        return str(made)
+
+    monkeypatch.setattr(restored_state, "digest", digest)
+    monkeypatch.setattr(restored_state, "_world_size", lambda: 4)
+    monkeypatch.setattr(restored_state.time, "monotonic", lambda: now)
+    state, optimizer = restored_state.RestoredState("", lambda agrees: None), torch.optim.SGD([torch.zeros(2)])
+    state.note(optimizer)
+    assert [state.describe(10), state.describe(10)] == ["4:1", "4:1"]
+    assert state.describe(20) == ""
+    now = 202.5
+    assert [state.describe(20), state.describe(30)] == ["", "4:2"]
+
+
+def test_the_digest_of_bits_depends_on_every_parameter_and_on_no_order_of_words() -> None:
+    def digest(*values: torch.Tensor) -> str:
+        return restored_state.digest(torch.optim.SGD([torch.nn.Parameter(one) for one in values]))
+
+    one, other = torch.tensor([1.0, 2.0]), torch.tensor([3.0], dtype=torch.bfloat16)
+    assert digest(one, other) == digest(one.clone(), other.clone()) != ""
+    assert digest(one, other) != digest(one, other * 2)
+    assert digest(one, other) != digest(one + 2**-22, other)
+    assert digest(one[:1], one[1:]) != digest(one)
+    assert digest(torch.tensor([1 + 2j])) != digest(torch.tensor([1 + 3j]))

@@ -71,7 +71,7 @@ class ProgramRank:
         """Thread that trains; others change no phase."""
         self._slow: list[int] = []
         self.count_collectives: Callable[[], int] = lambda: 0
-        self.describe_state: Callable[[], str] = lambda: ""
+        self.describe_state: Callable[[int], str] = lambda step: ""
         self.note_optimizer: Callable[[Any], None] = lambda optimizer: None
         cell.claim(os.getpid(), _world_rank(), _generation())
 
@@ -146,7 +146,7 @@ class ProgramRank:
         self._append_save(step, path, reason or "failed")
 
     def _append_save(self, step: int, path: str, failed: str, framework: str = "") -> None:
-        state = "" if failed else self.describe_state()
+        state = "" if failed else self.describe_state(self.steps)
         self._append({"step": int(step), "path": os.path.abspath(path), "failed": failed, "state": state,
                       "frameworks": framework or self._cell.frameworks})  # fmt: skip
 

@@ -164,7 +164,9 @@ class LocalRanks:
     def find_programs(self) -> bool:
         """Find the processes that a launcher has started as ranks. Return whether the first one of them has ended."""
         before = any(local.left for local in self.by_rank.values())
-        for local in self.by_rank.values() if self.per_node else ():
+        for local in self.by_rank.values():
+            if not self.per_node or local.ended:  # the end of a launcher ends its ranks, in any order
+                continue
             record = local.cell.program()
             if record is not None and local.pid is not None and record.pid not in (local.pid, local.program):
                 local.follow(record.pid)
@@ -180,8 +182,7 @@ class LocalRanks:
         return local.program is None and not local.ended
 
     def first_dead(self) -> int | None:
-        """Return the rank whose process a launcher lost first, or None if that is unclear."""
-        self.find_programs()
+        """Return the rank whose process was found dead first while its launcher lived, or None if that is unclear."""
         dead = sorted((local.left, local.rank) for local in self.by_rank.values() if local.left)
         is_clear = len(dead) == 1 or (len(dead) > 1 and dead[1][0] - dead[0][0] > _TOGETHER)
         return dead[0][1] if is_clear else None

@@ -55,9 +55,11 @@ class LastOutput:
     report: LauncherReport = field(default_factory=LauncherReport)  # of the launcher that started the ranks, if any
 
 
-def last_output(log: Path, generation: int, error_file: Path, ranks: Sequence[int] = (), dead: int = -1) -> LastOutput:
+def last_output(
+    log: Path, generation: int, error_file: Path, ranks: Sequence[int] = (), dead: int | None = None
+) -> LastOutput:
     """Return this generation's last output from a rank's log and from the error file of torch's `@record`.
-    `ranks` are those that a launcher has started and that share the log; `dead` is the one known to have died first.
+    `ranks` are those that a launcher has started and that share the log; `dead` is the one that died first, if known.
     """
     try:
         raw = read_tail(log, _MOST).rpartition(f"{generation_mark(generation)}\n".encode())[2]
@@ -67,8 +69,8 @@ def last_output(log: Path, generation: int, error_file: Path, ranks: Sequence[in
     lines, report = [_plain(line) for line in text.split("\n")], LauncherReport()
     if ranks:
         report, lines = read_report(lines)
-        named = dict(enumerate(ranks)).get(-1 if report.local_rank is None else report.local_rank, dead)
-        lines = lines_of_rank(lines, named) if named >= 0 else lines
+        named = dead if report.local_rank is None else dict(enumerate(ranks)).get(report.local_rank, dead)
+        lines = lines if named is None else lines_of_rank(lines, named)
     exception, message = _read_error_file(error_file) or _parse_traceback(lines) or (None, None)
     shown, caught = [line[:WIDTH] for line in lines if line.strip()][-LINES:], _WHAT.findall(text)
     return LastOutput(
@@ -135,12 +137,15 @@ def add_local_facts(end: RankEnd, local: LocalRank, ranks: LocalRanks, node: str
     )  # fmt: skip
 
 
-_REPORT_SECONDS, _LOOK_SECONDS = 60.0, 0.2
+_REPORT_SECONDS, _LOOK_SECONDS, _SLOWER = 60.0, 0.2, 1.5
+"""Limit for a launcher's report on a lost rank, the first pause between two looks, and the growth of the pauses: a rank
+that has ended well leaves no report.
+"""
 
 
 async def end_launcher(ranks: LocalRanks, attempt: AttemptDir, link: ForkServerLink) -> None:
     """Kill a launcher that has lost a rank as soon as it has reported everything, because its exit takes seconds."""
-    local, until = next(iter(ranks.by_rank.values())), time.monotonic() + _REPORT_SECONDS
+    local, until, pause = next(iter(ranks.by_rank.values())), time.monotonic() + _REPORT_SECONDS, _LOOK_SECONDS
     log, error_file = attempt.rank_log(local.log_rank), attempt.error_file(local.log_rank, ranks.generation)
     while not local.ended and time.monotonic() < until:
         with suppress(TimeoutError, RuntimeError):
@@ -149,7 +154,8 @@ async def end_launcher(ranks: LocalRanks, attempt: AttemptDir, link: ForkServerL
             if output.report.is_complete and not local.ended:
                 link.signal_ranks(signal.SIGKILL)
                 return
-        await asyncio.sleep(_LOOK_SECONDS)
+        await asyncio.sleep(pause)
+        pause *= _SLOWER
 
 
 def write_end(events: EventLog, end: RankEnd, ranks: LocalRanks) -> None:
@@ -193,10 +199,10 @@ async def _complete_command_end(attempt: AttemptDir, end: RankEnd, local: LocalR
     if end.exit_code == 0:
         return end
     output, error_file = LastOutput(), attempt.error_file(local.log_rank, end.generation)
-    launched = tuple(ranks.by_rank) if ranks.per_node else ()
+    launched, dead = tuple(ranks.by_rank) if ranks.per_node else (), ranks.first_dead()
     with suppress(TimeoutError, RuntimeError):
         log = attempt.rank_log(local.log_rank)
-        read = partial(last_output, log, end.generation, error_file, launched, end.rank)
+        read = partial(last_output, log, end.generation, error_file, launched, dead)
         output = await run_detached(read, _READ_SECONDS)
     if launched and (end.signal is None or output.report.is_complete):
         end = _follow_report(end, output.report, ranks)

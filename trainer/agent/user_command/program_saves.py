@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from trainer.agent.adapters import registry
 from trainer.agent.user_command.checkpoints import has_rank
@@ -48,19 +49,29 @@ def read_saves(attempts: Iterable[AttemptDir]) -> list[ProgramSave]:
     found: list[ProgramSave] = []
     for attempt in attempts:
         own = attempt.run.checkpoints
-        for path in sorted(attempt.outcomes.glob("saves-node-*.jsonl")):
-            with suppress(OSError):
-                saves = parse_saves(read_tail(path, _TAIL))
-                found += [save for save in saves if not Path(save.path).is_relative_to(own)]
+        found += [save for save in parse_saves(read_rows(attempt)) if not Path(save.path).is_relative_to(own)]
     return sorted(found, key=lambda save: save.time)
 
 
-def parse_saves(data: bytes) -> list[ProgramSave]:
-    """Return the successful saves in these lines; others are skipped."""
+def read_rows(attempt: AttemptDir) -> list[dict[str, Any]]:
+    """Return the newest rows that the start-up modules have written for an attempt's agents."""
+    lines: list[bytes] = []
+    for path in sorted(attempt.outcomes.glob("saves-node-*.jsonl")):
+        with suppress(OSError):
+            lines += read_tail(path, _TAIL).splitlines()
     found = []
-    for line in data.splitlines():
-        with suppress(ValueError, TypeError, LookupError, AttributeError):
+    for line in lines:
+        with suppress(ValueError):  # cut by a kill, or the first line of the tail
             row = json.loads(line)
+            found += [row] if isinstance(row, dict) else []
+    return found
+
+
+def parse_saves(rows: Iterable[dict[str, Any]]) -> list[ProgramSave]:
+    """Return the successful saves in these rows; others are skipped."""
+    found = []
+    for row in rows:
+        with suppress(ValueError, TypeError, LookupError):
             if not row.get("failed"):
                 save = ProgramSave(
                     step=int(row["step"]), path=str(row["path"]), frameworks=str(row.get("frameworks", "")),

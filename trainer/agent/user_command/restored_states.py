@@ -3,25 +3,19 @@
 The start-up modules report digests of each rank's parameters at every save, and compare them before the first step.
 """
 
-import json
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from trainer.agent.processes.background_tasks import RepeatedRead
-from trainer.agent.user_command.program_saves import ProgramSave, read_saves
+from trainer.agent.user_command.program_saves import ProgramSave, read_rows, read_saves
 from trainer.agent.user_command.progress import run_bounded
 from trainer.protocol.config import JobConfig
 from trainer.protocol.events import EventKind, EventLog
-from trainer.protocol.logs.log_rotation import read_tail
 from trainer.protocol.restore_test import CHECKPOINT_VARIABLE, read_order
 from trainer.protocol.run_dir import AttemptDir, RunDir
-
-_TAIL = 64 * 1024
 
 
 def find_states(saves: Sequence[ProgramSave], path: str, world: int) -> tuple[str, ...]:
@@ -53,31 +47,20 @@ class RestoredRanks:
             return f"{ranks} {verb} the parameters of {name}, bit for bit"
         shown = ", ".join(map(str, self.differ[:8])) + (", ..." if len(self.differ) > 8 else "")
         ranks = f"rank{'s' if len(self.differ) > 1 else ''} {shown}"
-        others = f"; {len(self.agree)} other rank{'s' if len(self.agree) > 1 else ''} agree" if self.agree else ""
+        many = len(self.agree) > 1
+        others = f"; {len(self.agree)} other rank{'s agree' if many else ' agrees'}" if self.agree else ""
         return f"the parameters of {ranks} differ from those saved in {name}{others}"
 
 
 def read_restored(attempt: AttemptDir, generation: int) -> RestoredRanks:
     """Return what the ranks of a generation have reported."""
     agrees: dict[int, bool] = {}
-    for path in sorted(attempt.outcomes.glob("saves-node-*.jsonl")):
-        with suppress(OSError):
-            for row in _rows(read_tail(path, _TAIL)):
-                if row.get("generation") == generation and row.get("restored"):
-                    rank = int(row["rank"])
-                    agrees[rank] = agrees.get(rank, True) and bool(row["agrees"])
+    for row in read_rows(attempt):
+        if row.get("generation") == generation and row.get("restored"):
+            rank = int(row["rank"])
+            agrees[rank] = agrees.get(rank, True) and bool(row["agrees"])
     agree = tuple(sorted(rank for rank, agreed in agrees.items() if agreed))
     return RestoredRanks(agree=agree, differ=tuple(sorted(set(agrees) - set(agree))))
-
-
-def _rows(data: bytes) -> list[dict[str, Any]]:
-    found = []
-    for line in data.splitlines():
-        with suppress(ValueError):
-            row = json.loads(line)
-            if isinstance(row, dict):
-                found.append(row)
-    return found
 
 
 def _read_source(run: RunDir) -> list[ProgramSave]:
@@ -102,12 +85,12 @@ class RestoreWatch:
 
     async def start_generation(self, generation: int, path: str) -> None:
         """Find what the ranks saved in the checkpoint at `path` ("": none), from which a generation starts."""
-        self._generation, self._path, self._since, self.states = generation, path, 0.0, ()
+        self._path = path or self._config.env.get(CHECKPOINT_VARIABLE, "")
+        self._generation, self._since, self.states = generation, 0.0, ()
         self._reading.discard()
-        self._path = path = path or self._config.env.get(CHECKPOINT_VARIABLE, "")
-        if path:
+        if self._path:
             saves = await run_bounded(partial(_read_source, self._run)) or []
-            self.states = find_states(saves, path, self._config.cluster.world_size)
+            self.states = find_states(saves, self._path, self._config.cluster.world_size)
 
     def check(self) -> None:
         if not self.states or (read := self._reading.poll(_LOOK_SECONDS)) is None or read.exception() is not None:

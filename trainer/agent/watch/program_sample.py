@@ -18,14 +18,14 @@ class ProgramSample:
     log_age: float = 0.0  # seconds since it printed; 0: never
     log_gap: float = 0.0  # usual longest pause between two prints; 0: unknown
     loop: str = ""  # function in which all of its newest stacks are; "" if they differ or are unknown
-    own: int = -1  # its rank in the program's own world; -1: unknown
+    own_rank: int = -1  # its rank in the program's own world; -1: unknown
 
     @property
     def reports_steps(self) -> bool:
         return is_instrumented(self.flags)
 
     def to_row(self, rank: int) -> ProgramRow:
-        return (rank, self.flags, self.longest, self.log_age, self.log_gap, self.loop, self.own)
+        return (rank, self.flags, self.longest, self.log_age, self.log_gap, self.loop, self.own_rank)
 
     @classmethod
     def from_row(cls, row: ProgramRow) -> "ProgramSample":

@@ -76,7 +76,7 @@ class ProgramWatch:
             log_age=max(0.0, now - printed) if printed else 0.0,
             log_gap=gap,
             loop=observed.search.place(moved_at),
-            own=-1 if record is None or record.rank is None else record.rank,
+            own_rank=-1 if record is None or record.rank is None else record.rank,
         )
 
     def compare_stacks(self, local: LocalRank, state: str) -> None:

@@ -12,8 +12,8 @@ def find_separate_worlds(seen: Sequence[RankSample]) -> tuple[int, tuple[str, ..
     """
     nodes: dict[int, set[str]] = {}
     for one in seen:
-        if one.program is not None and one.program.own >= 0 and not one.first and not one.ended:
-            nodes.setdefault(one.program.own, set()).add(one.node)
+        if one.program is not None and one.program.own_rank >= 0 and not one.first and not one.ended:
+            nodes.setdefault(one.program.own_rank, set()).add(one.node)
     return next(((rank, tuple(sorted(where))) for rank, where in sorted(nodes.items()) if len(where) > 1), None)
 
 

@@ -94,7 +94,7 @@ def test_a_loop_in_this_style_needs_no_megatron() -> None:
     """Its saves are those of single files by `torch.save`."""
     path = "/out/iter_0000100/mp_rank_01/model_optim_rng.pt"
     row = {"rank": 1, "step": -1, "path": path, "frameworks": "plain", "failed": "", "time": 1.0}
-    saves = parse_saves(json.dumps(row).encode())
+    saves = parse_saves([row])
     assert saves == [ProgramSave(step=100, path="/out/iter_0000100", rank=1, frameworks="megatron", time=1.0)]
     found = locate(saves)
     assert found is not None

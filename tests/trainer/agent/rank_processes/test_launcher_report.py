@@ -84,6 +84,9 @@ def test_tracebacks_of_the_launcher_and_of_other_ranks_are_not_the_cause(tmp_pat
     found = last_output(log, 1, error_file, (4, 5))
     assert found.exception == "ValueError"
     assert found.lines[-1].startswith("W1128")
+    log.write_text(f"{generation_mark(1)}\n{own.partition('W1128')[0]}{DEEPSPEED}")  # names no rank
+    assert last_output(log, 1, error_file, (4, 5)).exception == "ValueError"
+    assert last_output(log, 1, error_file, (4, 5), 4).exception is None
     log.write_text(f"{generation_mark(1)}\n{RAISED}")
     assert last_output(log, 1, error_file, (4, 5)).message == "bad batch"
 

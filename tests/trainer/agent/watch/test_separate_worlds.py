@@ -16,14 +16,14 @@ from trainer.protocol.heartbeat import Heartbeat
 
 ONE = RankSample(
     rank=0, node="n0", step=4, phase="forward", first=False, collective=0, age=0.0, alive=0.0, state="R", lock=0.0,
-    ended=False, program=ProgramSample(own=0),
+    ended=False, program=ProgramSample(own_rank=0),
 )  # fmt: skip
 
 
 def test_only_a_rank_that_trains_on_two_nodes_shows_separate_worlds() -> None:
     other = replace(ONE, rank=1, node="n1")
     assert find_separate_worlds([ONE, other]) == (0, ("n0", "n1"))
-    assert find_separate_worlds([ONE, replace(other, program=ProgramSample(own=1))]) is None
+    assert find_separate_worlds([ONE, replace(other, program=ProgramSample(own_rank=1))]) is None
     assert find_separate_worlds([ONE, replace(other, program=ProgramSample())]) is None
     assert find_separate_worlds([ONE, replace(other, first=True)]) is None
     assert find_separate_worlds([ONE, replace(other, ended=True)]) is None

@@ -177,10 +177,10 @@ class Program:
             self._poll()
         return self.stop_reason > SAVE_AND_GO_ON and (self._save_asked or not self._calls_save)
 
-    def saved(self, path: str, number: int | None) -> None:
+    def saved(self, path: str, number: int | None, *, late: bool = False) -> None:
         writer = self.writer()
         if writer is not None:
-            writer.saved((self._number or 0) if number is None else number, path)
+            writer.saved((self._number or 0) if number is None else number, path, late=late)
 
     def _poll(self) -> int:
         """Vote, and return the reason on which all ranks have agreed since the last call."""

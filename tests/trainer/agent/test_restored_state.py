@@ -1,5 +1,6 @@
 """Programs whose ranks restore all that they saved, or only what rank 0 saved (as in accelerate issue 4206)."""
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,10 +9,12 @@ import pytest
 import torch
 
 from tests.trainer.agent.job import LocalJob
-from trainer.agent.instrument import restored_state
+from trainer.agent.instrument import program_rank, restored_state
+from trainer.agent.instrument.cell_writer import CellWriter
 from trainer.agent.user_command.program_saves import ProgramSave
 from trainer.agent.user_command.restored_states import RestoredRanks, find_states
 from trainer.protocol.events import EventKind
+from trainer.protocol.rank_progress.progress import ProgressCell
 
 # Every rank has a slice of its own, and saves it. The faulty program restores rank 0's slice on all ranks.
 PROGRAM = """
@@ -115,3 +118,14 @@ def test_the_digest_of_bits_depends_on_every_parameter_and_on_no_order_of_words(
     assert digest(one, other) != digest(one + 2**-22, other)
     assert digest(one[:1], one[1:]) != digest(one)
     assert digest(torch.tensor([1 + 2j])) != digest(torch.tensor([1 + 3j]))
+
+
+def test_a_late_report_says_nothing_about_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, cell = tmp_path / "saves.jsonl", ProgressCell.create("cell")
+    monkeypatch.setenv("ORCH_SAVED", str(file))
+    rank = program_rank.ProgramRank(CellWriter(f"/proc/self/fd/{cell.descriptor}"), 0)
+    rank.describe_state = lambda step: "1:ab"
+    rank.saved(3, "/out/step-3")
+    rank.saved(4, "/out/step-4", late=True)
+    cell.close()
+    assert [json.loads(line)["state"] for line in file.read_text().splitlines()] == ["1:ab", ""]

@@ -106,7 +106,7 @@ class TitanSaves:
             return
         (step, path, future), self._written = self._written, None
         if future.exception() is None:
-            self._host.saved(step, path)
+            self._host.saved(step, path, late=True)
 
 
 def _is_used(manager: Any) -> bool:

@@ -57,9 +57,9 @@ class AdapterHost:
         reason: int = self._requests.agreement().due(step)
         return reason
 
-    def saved(self, step: int, path: str) -> None:
-        """Report a checkpoint of this adapter's framework, whose rules apply to it."""
-        self.rank.saved(step, path, self.name)
+    def saved(self, step: int, path: str, *, late: bool = False) -> None:
+        """Report a checkpoint of this adapter's framework, whose rules apply to it. `late`: after further steps."""
+        self.rank.saved(step, path, self.name, late=late)
 
     def finish(self, step: int) -> None:
         """Report that the training has ended, after as many steps as its program wants (early stopping included)."""

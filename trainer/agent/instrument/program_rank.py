@@ -135,18 +135,20 @@ class ProgramRank:
             self._cell.enter(self._slow[-1] if self._slow else _layout.FORWARD)
 
     @_safely
-    def saved(self, step: int, path: str, framework: str = "") -> None:
-        """Report a finished checkpoint. `framework` is the adapter that saw the save; others may just be imported."""
+    def saved(self, step: int, path: str, framework: str = "", *, late: bool = False) -> None:
+        """Report a finished checkpoint. `framework` is the adapter that saw the save; others may just be imported.
+
+        A `late` report comes after further steps, so the parameters are no longer those that were saved.
+        """
         self._cell.update(saved_step=max(int(step), self._cell.read_saved_step()))
-        self._append_save(step, path, "", framework)
+        self._append_save(step, path, "", framework, "" if late else self.describe_state(self.steps))
 
     @_safely
     def save_failed(self, step: int, path: str, reason: str) -> None:
         """Report a checkpoint that could not be written."""
         self._append_save(step, path, reason or "failed")
 
-    def _append_save(self, step: int, path: str, failed: str, framework: str = "") -> None:
-        state = "" if failed else self.describe_state(self.steps)
+    def _append_save(self, step: int, path: str, failed: str, framework: str = "", state: str = "") -> None:
         self._append({"step": int(step), "path": os.path.abspath(path), "failed": failed, "state": state,
                       "frameworks": framework or self._cell.frameworks})  # fmt: skip
 

@@ -34,7 +34,7 @@ class ProgramCalls(Protocol):
     stop_reason: int
     loss: float
 
-    def saved(self, path: str, number: int | None) -> None: ...
+    def saved(self, path: str, number: int | None, *, late: bool = False) -> None: ...
 
 
 class ExtraObjects:
@@ -227,7 +227,7 @@ class ProgramCheckpoints:
         if step > self._reported:
             self._reported = step
             place = self._place.tiers.tiers[0].path
-            self._program.saved(f"{place}/{self._names.get(step, '')}", step)
+            self._program.saved(f"{place}/{self._names.get(step, '')}", step, late=True)
 
 
 def open_checkpoints(

@@ -54,7 +54,7 @@ class RestoreTestsConfig:
     """Keys of `cluster` that differ in tests (`partition`, `qos`, `time`, `mem`); `layouts` sets the size."""
 
     command: tuple[str, ...] = ()
-    """For runs of a `command`: the program that restores $ORCH_CHECKPOINT (docs/restore-tests.md)."""
+    """For runs of a `command`: a program that restores $ORCH_CHECKPOINT, instead of the command itself."""
 
     def __post_init__(self) -> None:
         if self.sample not in SAMPLES:

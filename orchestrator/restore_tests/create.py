@@ -41,10 +41,12 @@ from orchestrator.scheduler.slurm.sbatch_values import minutes
 from orchestrator.submission.resume_contract import PACKAGES, TORCH, Rule, identity_changes
 from orchestrator.submission.resume_request import current_identity, trained_identity
 from trainer.protocol import restore_test
+from trainer.protocol.command_progress import FOLDER_VARIABLE
 from trainer.protocol.config import NEVER
-from trainer.protocol.launchers import PER_RANK
+from trainer.protocol.config_sections.watch_config import OFF as WATCH_OFF
+from trainer.protocol.launchers import PER_NODE, PER_RANK, starts_once_per_node
 from trainer.protocol.plain_data import build
-from trainer.protocol.restore_test import CHECKPOINT_VARIABLE, RESTORE_PROGRAM, UNDECIDED, Outcome
+from trainer.protocol.restore_test import CHECKPOINT_VARIABLE, RESTORE_PROGRAM, TRAIN, UNDECIDED, Outcome
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.user_code.code_record import CodeRecord
 
@@ -293,23 +295,36 @@ def _compose_test(
 
 
 def _command(data: dict[str, Any], run: Run, settings: RestoreTestsConfig, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the config changes for a user's program. Raises ConfigError if `restore_tests.command` is not set."""
-    if not settings.command:
+    """Return the config changes for a user's program. Raises ConfigError if no program can restore the checkpoint."""
+    if not settings.command and data["watch"]["instrument"] == WATCH_OFF:
         raise ConfigError(
-            f"{run.name} runs your own program, and no command is set that restores its checkpoints",
+            f"{run.name} runs your own program, whose steps are unknown: its start-up module is off",
             where="restore_tests.command", hint="restore_tests.command=[python, restore.py] in the run's configuration",
         )  # fmt: skip
     python = data["cluster"]["python"] or _submitters_python(data["cluster"]["templates"], run)
     variables = {
         CHECKPOINT_VARIABLE: checkpoint.path, "ORCH_CHECKPOINT_STEP": str(checkpoint.step),
-        "ORCH_RESUME_PATH": checkpoint.path,
+        "ORCH_RESUME_PATH": checkpoint.path, **({} if settings.command else _NO_TRACKERS),
     }  # fmt: skip
+    program, launcher = settings.command, PER_RANK
+    if not program:
+        program = (TRAIN, *data["command"])
+        folder = data["env"].get(FOLDER_VARIABLE) or run.identity.get("submit_dir") or run.run_dir
+        if starts_once_per_node(data["launcher"], data["command"], Path(folder)):
+            launcher = PER_NODE
     return {
-        "command": [python, str(RESTORE_PROGRAM), *settings.command],
-        "launcher": PER_RANK,
+        "command": [python, str(RESTORE_PROGRAM), *program],
+        "launcher": launcher,
         "checkpoints": {**data["checkpoints"], "path": ""},
         "env": {**data["env"], **variables},
     }
+
+
+_NO_TRACKERS = {
+    "WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": "mlruns", "COMET_MODE": "disabled",
+    "NEPTUNE_MODE": "offline", "CLEARML_OFFLINE_MODE": "1",
+}  # fmt: skip
+"""Variables that keep a program from reporting the steps of a test to a tracker's server."""
 
 
 def _submitters_python(templates: Sequence[str], run: Run) -> str:

@@ -9,6 +9,7 @@ from orchestrator.config.restore_tests_config import NIGHTLY, OFF, RestoreTestsC
 from orchestrator.config.run_config import RunConfig
 from orchestrator.registry.records import Attempt, Checkpoint, RestoreTest, Run
 from orchestrator.states import LIVE_RUNS, RunState, Trust
+from trainer.protocol.config_sections.watch_config import OFF as WATCH_OFF
 from trainer.protocol.restore_test import FOUND_BAD, UNDECIDED, Outcome
 
 NIGHT = "0 3 * * *"
@@ -58,11 +59,22 @@ def next_test(facts: RunFacts, now: float, rng: Random) -> Due | None:
     if found is None:
         return None
     found = _back_off(facts, found)
-    if facts.config.command and not settings.command:
-        return replace(found, refused="restore_tests.command is not set, and a user's own program needs it")
+    if _needs_program(facts.config):
+        why = "the steps of this program are unknown (watch.instrument=off), so it needs restore_tests.command"
+        return replace(found, refused=why)
     if older is not None or found.at > now:
         return found  # the search for a good older checkpoint ignores the budget
     return replace(found, refused=_over_budget(facts, found, now))
+
+
+def _needs_program(config: RunConfig) -> bool:
+    """Return whether a test needs a restore program that is not configured."""
+    return _uses_own_command(config) and config.watch.instrument == WATCH_OFF
+
+
+def _uses_own_command(config: RunConfig) -> bool:
+    """Return whether tests start the run's own command, since no restore program is configured."""
+    return bool(config.command) and not config.restore_tests.command
 
 
 def trained_seconds(attempts: Iterable[Attempt], now: float) -> float:
@@ -120,8 +132,10 @@ def _after_bad_verdict(facts: RunFacts) -> Due | None:
 
 
 def _after_success(facts: RunFacts, now: float) -> Due | None:
-    """Return the single test of a successful run's last checkpoint."""
+    """Return the single test of a successful run's last checkpoint, from which its own command has no step to train."""
     newest = facts.checkpoints[0]
+    if _uses_own_command(facts.config):
+        return None
     if facts.run.state is not RunState.SUCCEEDED or newest.trust in _BAD or newest.name in _found_bad(facts):
         return None
     # Changed code or data stays changed, so a finished run is not tested again because of it.

@@ -1,5 +1,6 @@
 """Restore test: the order for its job, and its verdict."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -14,8 +15,15 @@ ORDER_SCHEMA = "orch.restore-test/1"
 VERDICT_SCHEMA = "orch.restore-verdict/1"
 RESTORE_PROGRAM = Path(__file__).parent.parent / "agent" / "user_command" / "restore_program.py"
 """Program, started by its path, that runs the user's program against a checkpoint."""
+TRAIN = "--train"
+"""First argument of RESTORE_PROGRAM if the run's own command follows."""
 CHECKPOINT_VARIABLE = "ORCH_CHECKPOINT"
 """Environment variable with the checkpoint's file or folder, for RESTORE_PROGRAM and the user's program."""
+
+
+def own_command(command: Sequence[str]) -> int:
+    """Return where the run's own command begins in that of its restore test, and 0 in any other command."""
+    return command.index(TRAIN) + 1 if TRAIN in command[2:3] and command[1].endswith(RESTORE_PROGRAM.name) else 0
 
 
 class Outcome(StrEnum):

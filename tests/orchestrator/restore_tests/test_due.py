@@ -12,6 +12,7 @@ from orchestrator.config.run_config import ClusterConfig, RunConfig
 from orchestrator.registry.records import Attempt, Checkpoint, RestoreTest, Run
 from orchestrator.restore_tests.due import AGAIN_AFTER, Due, RunFacts, cron_time, next_test
 from orchestrator.states import AttemptState, RunState, Trust
+from trainer.protocol.config_sections.watch_config import WatchConfig
 
 NOW = 1_000_000.0
 DAY = 86400.0
@@ -33,11 +34,13 @@ def ended(step: int, verdict: str, *, ago: float = 100.0, layout: str = "same", 
 
 def facts(
     *, trained: float = 2 * DAY, state: RunState = RunState.RUNNING, steps: tuple[int, ...] = (300, 200, 100),
-    tests: tuple[RestoreTest, ...] = (), spent: float = 0.0, command: tuple[str, ...] = (), **settings: Any,
+    tests: tuple[RestoreTest, ...] = (), spent: float = 0.0, program: tuple[str, ...] = (), instrument: str = "auto",
+    **settings: Any,
 ) -> RunFacts:  # fmt: skip
     config = RunConfig(
-        cluster=ClusterConfig(nodes=4, ranks_per_node=8), restore_tests=RestoreTestsConfig(**settings), command=command
-    )
+        cluster=ClusterConfig(nodes=4, ranks_per_node=8), restore_tests=RestoreTestsConfig(**settings), command=program,
+        watch=WatchConfig(instrument=instrument),
+    )  # fmt: skip
     run = Run(
         name="r-1", state=state, reason="", cluster="slurm", run_dir="/r-1", config_digest="", total_steps=300,
         created_at=NOW - trained, updated_at=NOW - 10,
@@ -191,12 +194,23 @@ def test_a_smaller_layout_costs_less() -> None:
     assert whole.refused
 
 
-def test_a_program_of_the_users_needs_a_command() -> None:
-    given = facts(command=("python", "train.py"))
-    found = due(given)
+PROGRAM = ("python", "train.py")
+
+
+def test_a_program_whose_steps_are_unknown_needs_a_restore_program() -> None:
+    found = due(facts(program=PROGRAM, instrument="off"))
     assert found is not None
-    assert "restore_tests.command" in found.refused
-    assert due(facts(command=("python", "train.py"), budget=10.0)) is not None
+    assert "needs restore_tests.command" in found.refused
+    for known in (facts(program=PROGRAM), facts(program=PROGRAM, instrument="off", command=("python", "restore.py"))):
+        found = due(known)
+        assert found is not None
+        assert found.refused == ""
+
+
+def test_the_last_checkpoint_of_a_finished_program_leaves_it_nothing_to_train() -> None:
+    assert due(facts(state=RunState.SUCCEEDED, budget=10.0, program=PROGRAM)) is None
+    restores = facts(state=RunState.SUCCEEDED, budget=10.0, program=PROGRAM, command=("python", "restore.py"))
+    assert due(restores) is not None
 
 
 def test_nightly_and_crontab_lines() -> None:

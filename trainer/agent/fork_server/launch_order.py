@@ -21,7 +21,7 @@ from trainer.protocol.messages.agents import StartGeneration
 from trainer.protocol.messages.ranks import RankSpec, StartRank
 from trainer.protocol.node_identity import NodeIdentity
 from trainer.protocol.rank_variables import rank_caches, rank_python
-from trainer.protocol.restore_test import RESTORE_PROGRAM
+from trainer.protocol.restore_test import RESTORE_PROGRAM, own_command
 from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.protocol.secrets.secret_redaction import LISTED
 
@@ -154,7 +154,8 @@ class RankLauncher:
         at = self._node_place(spec, start.master)
         environ = self._command_environment(spec, at, start.resume) | caches
         if self._per_node:
-            command = place_launcher(command, at, {**self._environ, **environ})
+            own = own_command(command)
+            command = (*command[:own], *place_launcher(command[own:], at, {**self._environ, **environ}))
         if files is not None and config.watch.instrument == AUTO:
             watchdog, saves = self._attempt.watchdog_flight(start.generation), self._attempt.program_saves(spec.node)
             first = spec.rank - spec.local_rank

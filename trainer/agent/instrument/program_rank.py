@@ -23,6 +23,8 @@ _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _TICK_SECONDS = 0.5
 _DEEPEST = 8
 """Maximum number of slow phases inside each other."""
+_REPORTED_LOSSES = 3
+"""Number of losses that rank 0 reports after each checkpoint."""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -73,6 +75,8 @@ class ProgramRank:
         self.count_collectives: Callable[[], int] = lambda: 0
         self.describe_state: Callable[[int], str] = lambda step: ""
         self.note_optimizer: Callable[[Any], None] = lambda optimizer: None
+        self._after, self._losses = os.environ.get("ORCH_RESUME_PATH", ""), 0
+        """Newest checkpoint that was saved or restored, and how many losses after it are reported."""
         cell.claim(os.getpid(), _world_rank(), _generation())
 
     # -- calls of adapters and of the program
@@ -88,6 +92,8 @@ class ProgramRank:
         if loss is not None:
             changes["loss"] = float(loss)
         self._record(self.steps + 1 if number is None else int(number), changes)
+        if loss is not None:
+            self._append_loss(float(loss))
 
     def _record(self, number: int, changes: dict[str, float]) -> None:
         if not self._cell.is_owner() and not self._regain():
@@ -118,6 +124,13 @@ class ProgramRank:
     def loss(self, value: float) -> None:
         """Report the loss of the newest step."""
         self._cell.update(loss=float(value))
+        self._append_loss(float(value))
+
+    def _append_loss(self, value: float) -> None:
+        """Report the first losses after a checkpoint, with which a restore test compares its own."""
+        if self._after and self._losses < _REPORTED_LOSSES and self._cell.rank() <= 0:
+            self._losses += 1
+            self._append({"after": self._after, "of_step": self.steps, "loss": value})
 
     @_safely
     def enter(self, phase: str) -> None:
@@ -149,6 +162,8 @@ class ProgramRank:
         self._append_save(step, path, reason or "failed")
 
     def _append_save(self, step: int, path: str, failed: str, framework: str = "", state: str = "") -> None:
+        if not failed:
+            self._after, self._losses = os.path.abspath(path), 0
         self._append({"step": int(step), "path": os.path.abspath(path), "failed": failed, "state": state,
                       "frameworks": framework or self._cell.frameworks})  # fmt: skip
 

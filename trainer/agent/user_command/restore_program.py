@@ -1,11 +1,14 @@
-"""Runs a user's own restore program on a checkpoint that it must not change; started as a rank of a `command`.
-    python restore_program.py PROGRAM [ARGUMENT ...]      with $ORCH_CHECKPOINT, the checkpoint's file or folder
-Where the kernel allows it, the checkpoint is read-only for the program; in any case, a digest of its bytes is taken
-before and after. The program's exit code 0 means a pass, 7 a bad checkpoint, 75 no result. Any other exit code is a
-failure of the program, which proves nothing about the checkpoint.
+"""Runs a program on a checkpoint that it must not change, and reports a verdict; started as a rank of a `command`.
+
+    python restore_program.py PROGRAM [ARGUMENT ...]            the user's own restore program
+    python restore_program.py --train COMMAND [ARGUMENT ...]    the run's own command, for some steps (`trial.py`)
+
+$ORCH_CHECKPOINT is the checkpoint's file or folder. Where the kernel allows it, it is read-only for the program; in any
+case, its files are listed before and after, and rank 0 compares them with their seal. The exit code 0 of a restore
+program means a pass, 7 a bad checkpoint, 75 no result. Any other exit code is a failure of the program, which proves
+nothing about the checkpoint.
 """
 
-import hashlib
 import os
 import shutil
 import signal
@@ -13,16 +16,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 if __name__ == "__main__":  # started by its path, so orch's packages are not importable otherwise
     sys.path[:] = [str(Path(__file__).resolve().parents[3]), *sys.path[1:]]
 
-from trainer.agent.user_command.restored_states import RestoredRanks, read_restored
+from trainer.agent.user_command import trial
+from trainer.agent.user_command.restored_states import RestoredRanks, compare_losses, read_restored
+from trainer.agent.user_command.sealing import Verdict, verify_seal
+from trainer.agent.user_command.trial import Trial, first_rank, read_trial
+from trainer.protocol.checkpoint_seal import list_files
 from trainer.protocol.events import EventKind, EventLog
 from trainer.protocol.failures.outcome import ExitCode
-from trainer.protocol.restore_test import CHECKPOINT_VARIABLE, Outcome
-from trainer.protocol.run_dir import RunDir
+from trainer.protocol.restore_test import CHECKPOINT_VARIABLE, TRAIN, Outcome, RestoreTestOrder, read_order
+from trainer.protocol.run_dir import AttemptDir, RunDir
 
 BAD = 7
 """Exit code with which a program reports a bad checkpoint; orch's own commands use it too."""
@@ -30,23 +40,65 @@ _NOT_STARTED = {126: "the program cannot be executed", 127: "no such program"}
 _READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
 
 
-def main(program: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     checkpoint, began = Path(os.environ[CHECKPOINT_VARIABLE]), time.time()
-    before = content(checkpoint)
-    shielded = can_shield(checkpoint)
-    prefix = ["unshare", "-rm", "sh", "-c", _READ_ONLY, str(checkpoint)] if shielded else []
-    code = run([*prefix, *program], inherit_files() if shielded else ())
+    run = RunDir(Path(os.environ["ORCH_RUN_DIR"]))
+    attempt, order, rank = run.attempt(int(os.environ["ORCH_ATTEMPT"])), read_order(run), first_rank()
+    trains = arguments[:1] == [TRAIN]
+    before = list_stamps(checkpoint)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(find_fault, checkpoint, order if rank == 0 else None)
+        if trains:
+            program = ["unshare", "-rm", sys.executable, trial.__file__, *arguments[1:]]
+            shielded = can_unshare()
+            code = run_program(program, inherit_files()) if shielded else 1
+        else:
+            shielded = can_shield(checkpoint)
+            prefix = ["unshare", "-rm", "sh", "-c", _READ_ONLY, str(checkpoint)] if shielded else []
+            code = run_program([*prefix, *arguments], inherit_files() if shielded else ())
+        fault = reading.result()
     if code < 0:  # it was killed; the agent knows why
         os.kill(os.getpid(), signal.Signals(-code))
-    changed = content(checkpoint) != before
+    changed = list_stamps(checkpoint) != before
     if code == ExitCode.RETRY or (changed and shielded):
         # The program cannot have changed it, so another process is still writing to it: no result.
         why = f"exit code {code}" if code else "another process writes to it"
         sys.stderr.write(f"orch: no result: {why}\n")
         return ExitCode.RETRY
-    evidence = {"read_only": shielded, "program_seconds": time.time() - began, "place": str(checkpoint.parent)}
-    _report(*judge(code, changed, int(os.environ.get("RANK", "0")), checkpoint.name, _read_restored()), evidence)
+    evidence: dict[str, object] = {
+        "read_only": shielded, "program_seconds": time.time() - began, "place": str(checkpoint.parent),
+    }  # fmt: skip
+    restored = read_restored(attempt, int(os.environ.get("ORCH_GENERATION", "0")))
+    if fault:
+        found = Outcome.CORRUPT, f"{checkpoint.name} {fault}"
+    elif trains and order is not None:
+        made = _read_trial(attempt, rank) if shielded else Trial(refused="no namespaces of its own (unshare -rm)")
+        evidence["steps"] = made.steps
+        losses = compare_losses(RunDir(Path(order.run_dir)), attempt, str(checkpoint))
+        found = judge_trial(
+            made, code, order, Report(rank=rank, name=checkpoint.name, restored=restored, losses=losses)
+        )
+    else:
+        found = judge(code, changed, rank, checkpoint.name, restored)
+    _report(attempt, rank, *found, evidence)
     return code or (1 if changed else 0)
+
+
+def _read_trial(attempt: AttemptDir, rank: int) -> Trial:
+    try:
+        return read_trial(attempt, rank)
+    except (OSError, ValueError) as error:
+        return Trial(refused=f"the test's own process failed: {error}")
+
+
+def find_fault(checkpoint: Path, order: RestoreTestOrder | None) -> str:
+    """Return how a checkpoint differs from its seal, or "" if it does not or has none."""
+    if order is None:
+        return ""
+    with suppress(OSError):  # unreadable files are no damage; the program shows them
+        found = verify_seal(RunDir(Path(order.run_dir)).seals, checkpoint)
+        return found.reason if found.verdict is Verdict.DAMAGED else ""
+    return ""
 
 
 def inherit_files() -> list[int]:
@@ -61,7 +113,7 @@ def inherit_files() -> list[int]:
     return opened
 
 
-def run(words: list[str], descriptors: Sequence[int] = ()) -> int:
+def run_program(words: list[str], descriptors: Sequence[int] = ()) -> int:
     """Return the exit code of a program, or the code a shell would return if it cannot be started."""
     try:
         return subprocess.run(words, check=False, pass_fds=descriptors).returncode
@@ -69,12 +121,6 @@ def run(words: list[str], descriptors: Sequence[int] = ()) -> int:
         return 127
     except PermissionError:
         return 126
-
-
-def _read_restored() -> RestoredRanks:
-    """Return which ranks have the parameters that they saved, as far as their start-up modules have compared them."""
-    attempt = RunDir(Path(os.environ["ORCH_RUN_DIR"])).attempt(int(os.environ["ORCH_ATTEMPT"]))
-    return read_restored(attempt, int(os.environ.get("ORCH_GENERATION", "0")))
 
 
 def judge(
@@ -100,33 +146,61 @@ def judge(
     return Outcome.RESTORED, f"the program restored it: exit code 0{compared}"
 
 
-def can_shield(checkpoint: Path) -> bool:
-    """Return whether a private namespace can make the checkpoint read-only here."""
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What the ranks of a test have reported."""
+
+    rank: int
+    name: str  # of the checkpoint, as the user knows it
+    restored: RestoredRanks
+    losses: str  # comparison with those of the run; empty: unknown
+
+
+def judge_trial(made: Trial, code: int, order: RestoreTestOrder, report: Report) -> tuple[Outcome, str]:
+    """Return the verdict on a checkpoint from which the run's own command has trained."""
+    name, steps = report.name, f"{made.steps} step{'s' * (made.steps != 1)}"
+    if made.refused:
+        return Outcome.NOT_COMPARABLE, f"the command was not started: {made.refused} (or set restore_tests.command)"
+    if code:
+        why = _NOT_STARTED.get(code, f"the command failed after {steps}")
+        return Outcome.NOT_COMPARABLE, f"{why}: exit code {code} of rank {report.rank}"
+    known = report.restored
+    if known.differ:
+        return (Outcome.SUSPECT if known.agree else Outcome.NOT_COMPARABLE), known.describe(name)
+    if not made.steps:
+        return Outcome.NOT_COMPARABLE, "the command ended with exit code 0 before its first step"
+    continues = bool(made.restored) and all(step == order.step for step in made.restored)
+    if not known.agree and not continues:
+        return Outcome.NOT_COMPARABLE, f"it trained {steps}, but nothing shows that it continued from {name}"
+    compared = f"{known.describe(name)}; " if known.agree else ""
+    where = f" continued from step {order.step} and" if continues else ""
+    ended = ", and ended" if made.ended else ""
+    return Outcome.RESTORED, f"{compared}the command{where} trained {steps}{ended}{report.losses}"
+
+
+def can_unshare() -> bool:
+    """Return whether this process may have user and mount namespaces of its own."""
     if shutil.which("unshare") is None:
         return False
-    tried = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", _READ_ONLY, str(checkpoint), "true"], capture_output=True, check=False
-    )  # fmt: skip
-    return tried.returncode == 0
+    return subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode == 0
 
 
-def content(checkpoint: Path) -> str:
-    """Return a digest of every name and byte of a file or folder."""
-    total = hashlib.sha256()
-    files = sorted(path for path in checkpoint.rglob("*") if path.is_file()) if checkpoint.is_dir() else [checkpoint]
-    for path in files:
-        total.update(str(path.relative_to(checkpoint)).encode())
-        with path.open("rb") as stream:
-            total.update(hashlib.file_digest(stream, "sha256").digest())
-    return total.hexdigest()
+def can_shield(checkpoint: Path) -> bool:
+    """Return whether a private namespace can make the checkpoint read-only here."""
+    words = ["unshare", "-rm", "sh", "-c", _READ_ONLY, str(checkpoint), "true"]
+    return can_unshare() and subprocess.run(words, capture_output=True, check=False).returncode == 0
 
 
-def _report(outcome: Outcome, reason: str, evidence: dict[str, object]) -> None:
+def list_stamps(checkpoint: Path) -> dict[str, tuple[int, int, int]]:
+    """Return size, time of the last change and inode of each file. Raises OSError."""
+    found = {name: path.stat() for name, path in list_files(checkpoint).items()}
+    return {name: (now.st_size, now.st_mtime_ns, now.st_ino) for name, now in found.items()}
+
+
+def _report(attempt: AttemptDir, rank: int, outcome: Outcome, reason: str, evidence: dict[str, object]) -> None:
     """Report the result: only rank 0 reports a pass, but every rank reports a failure."""
-    rank = int(os.environ.get("RANK", "0"))
     if rank and outcome is Outcome.RESTORED:
         return
-    attempt = RunDir(Path(os.environ["ORCH_RUN_DIR"])).attempt(int(os.environ["ORCH_ATTEMPT"]))
     events = EventLog(attempt.event_file(f"restore-test-{rank:05d}"), f"restore-test-{rank:05d}", attempt.number)
     events.write(EventKind.RESTORE_TESTED, verdict=str(outcome), reason=reason, evidence=evidence)
     events.close()

@@ -4,10 +4,11 @@ The start-up modules report digests of each rank's parameters at every save, and
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from trainer.agent.processes.background_tasks import RepeatedRead
 from trainer.agent.user_command.program_saves import ProgramSave, read_rows, read_saves
@@ -61,6 +62,32 @@ def read_restored(attempt: AttemptDir, generation: int) -> RestoredRanks:
             agrees[rank] = agrees.get(rank, True) and bool(row["agrees"])
     agree = tuple(sorted(rank for rank, agreed in agrees.items() if agreed))
     return RestoredRanks(agree=agree, differ=tuple(sorted(set(agrees) - set(agree))))
+
+
+def compare_losses(run: RunDir, attempt: AttemptDir, path: str) -> str:
+    """Return how the losses after a restore test's start compare with those after the run's save at `path`.
+
+    Return "" if no step has both.
+    """
+    before, now = {}, _losses(read_rows(attempt), path)
+    for earlier in run.all_attempts():
+        before.update(_losses(read_rows(earlier), path))
+    both = sorted(before.keys() & now.keys())
+    other = [step for step in both if before[step] != now[step]]
+    if other:
+        return f"; its loss of step {other[0]} is {now[other[0]]:.9g}, and was {before[other[0]]:.9g} in the run"
+    steps = f"step {both[0]} is" if len(both) == 1 else f"{len(both)} steps are" if both else ""
+    return f"; its loss of {steps} as in the run" if both else ""
+
+
+def _losses(rows: Iterable[dict[str, Any]], path: str) -> dict[int, float]:
+    """Return losses after the save at `path`, keyed by step."""
+    found = {}
+    for row in rows:
+        after = str(row.get("after", ""))
+        if after == path or after.startswith(f"{path}/"):
+            found[int(row["of_step"])] = float(row["loss"])
+    return found
 
 
 def _read_source(run: RunDir) -> list[ProgramSave]:

@@ -1,0 +1,85 @@
+"""Restore tests of an unchanged program: its own command starts from a checkpoint, and keeps nothing that it writes."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.user import User
+
+pytestmark = [pytest.mark.multi, pytest.mark.timeout(600)]
+
+# Loads the newest checkpoint that its own pointer names, saves every five steps, and appends to a file of its own.
+TRAIN = """
+import os, pathlib, sys, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank, folder, kind = dist.get_rank(), pathlib.Path("out"), sys.argv[1]
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+first, pointer = 0, folder / "latest"
+if pointer.exists():
+    saved = torch.load(folder / pointer.read_text() / f"rank{rank}.pt")
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    first = saved["step"]
+    if kind == "ignores" or kind == "forgets" and rank == 1:
+        model.weight.data.add_(1.0)
+for step in range(first + 1, 16):
+    loss = model(torch.full((2, 4), float(step))).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    optimizer.step()
+    with open(f"log-{rank}.txt", "a") as log:
+        log.write(f"{step}\\n")
+    if step % 5 == 0:
+        place = folder / f"step-{step}"
+        place.mkdir(parents=True, exist_ok=True)
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step},
+                   place / f"rank{rank}.pt")
+        dist.barrier()
+        if rank == 0:
+            pointer.write_text(place.name)
+    dist.barrier()
+dist.destroy_process_group()
+"""
+EXPECTED = {
+    "restores": (0, "all 2 ranks that saved have the parameters of step-5, bit for bit; the command trained"),
+    "forgets": (7, "the parameters of rank 1 differ from those saved in step-5; 1 other rank agrees"),
+    "ignores": (4, "the parameters of ranks 0, 1 differ from those saved in step-5"),
+}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "kind"),
+    [
+        ("python", "restores"), ("python", "forgets"),
+        *(pytest.param(*row, marks=pytest.mark.proof) for row in (("torchrun", "restores"), ("python", "ignores"))),
+    ],
+)  # fmt: skip
+def test_a_run_restores_with_its_own_command(tmp_path: Path, launcher: str, kind: str) -> None:
+    user = User(tmp_path, "local")
+    (tmp_path / "train.py").write_text(TRAIN)
+    words = f"[{launcher}, train.py, {kind}]"
+    try:
+        settings = ["cluster.nodes=1", "cluster.ranks_per_node=2", "checkpoints.path=out", "checkpoints.pattern=step-*"]
+        run = user.submit("torchrun-script", f"command={words}", *settings)["run"]
+        assert user.wait(run) == 0
+        user.until(lambda: len(user.ask("ckpt", "ls", run)) == 3, 60, "its checkpoints")
+        before = _content(tmp_path)
+        assert len(before) == 9
+        done = user.run("ckpt", "restore-test", f"{run}@5", "--wait")
+        code, reason = EXPECTED[kind]
+        assert done.returncode == code, done.stdout + done.stderr
+        assert reason in " ".join(done.stdout.split()), done.stdout
+        assert _content(tmp_path) == before
+    finally:
+        user.leave()
+
+
+def _content(folder: Path) -> dict[str, bytes]:
+    names = [folder / "out", *folder.glob("log-*.txt")]
+    files = [file for name in names for file in (name.rglob("*") if name.is_dir() else [name]) if file.is_file()]
+    return {os.path.relpath(file, folder): file.read_bytes() for file in files}

@@ -66,8 +66,9 @@ _TERMS: Mapping[Term, str] = {
     Term(Rule.ACCEPT, "orch looks for the program's checkpoints under other names"): "checkpoints.pattern",
     Term(Rule.ACCEPT, "orch checks the program's checkpoints by other rules"): "checkpoints.adapter",
     HARMLESS: """
-        progress cluster.shared_root cluster.spare_nodes cluster.mem cluster.time cluster.interface cluster.signal_lead
-        cluster.gpus cluster.partition cluster.account cluster.qos cluster.constraint cluster.exclude
+        progress checkpoints.save_minutes cluster.shared_root cluster.spare_nodes cluster.mem cluster.time
+        cluster.interface cluster.signal_lead cluster.gpus cluster.partition cluster.account cluster.qos
+        cluster.constraint cluster.exclude
         cluster.sbatch cluster.bind cluster.caches cluster.stage.to cluster.stage.keep_days cluster.stage.seconds
         parallel.tp_across_nodes parallel.fsdp.reshard_after_forward parallel.fsdp.prefetch
         train.recompute train.peak_tflops checkpoint recovery detection watch restore_tests logs notify budgets

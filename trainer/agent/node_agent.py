@@ -71,7 +71,7 @@ class NodeAgent:
         self._writers: CheckpointWriters | None = None
         self._node_rank: int | None = None  # None for a spare
         self._per_node = False  # whether the command is started once and starts this node's ranks
-        self._startup_failures, self._sigterm_sent, self._failed, self._warm = 0, False, False, False
+        self._startup_failures, self._stop_signal_sent, self._failed, self._warm = 0, False, False, False
         self._reports = ReportSchedule(identity.node, config.cluster.all_nodes, time.monotonic())
         self._tasks = SupervisedTasks()
         self._last_exit_report: asyncio.Task[None] | None = None
@@ -419,11 +419,11 @@ class NodeAgent:
         if self._ranks is None:
             return
         self._ranks.ask(reason, time.monotonic() + seconds)
-        # SIGTERM would kill a program's data loader workers before it has saved.
+        # A signal would kill a program's data loader workers before it has saved.
         stopping = reason > StopReason.SAVE_AND_GO_ON and not self._ranks.answer_requests()
-        if self._config.command and stopping and not self._sigterm_sent and self._link is not None:
-            self._sigterm_sent = True
-            self._link.signal_ranks(signal.SIGTERM)
+        if self._config.command and stopping and not self._stop_signal_sent and self._link is not None:
+            self._stop_signal_sent = True
+            self._link.signal_ranks(signal.Signals[f"SIG{self._config.watch.stop_signal}"])
 
     def _kill(self, generation: int) -> None:
         ranks = self._ranks
@@ -432,7 +432,7 @@ class NodeAgent:
             return
         ranks.killed = True
         if self._link is not None:  # without a fork server they are already being killed as orphans
-            politely = bool(self._config.command) and not self._sigterm_sent
+            politely = bool(self._config.command) and not self._stop_signal_sent
             self._tasks.spawn(local_ranks.kill_generation(ranks, self._link, politely=politely))
 
     async def _shut_down(self) -> None:

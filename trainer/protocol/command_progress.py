@@ -1,5 +1,6 @@
 """Configuration of a command's checkpoints, progress and working folder."""
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -33,7 +34,12 @@ class CommandCheckpointsConfig:
     """Framework whose rules tell complete checkpoints from incomplete ones: `auto` (the framework that has saved),
     `hf`, `lightning`, `accelerate`, `deepspeed`, `megatron`, `dcp`, or `plain` (files of `torch.save`)."""
 
+    save_minutes: float = 0.0
+    """Minutes after its last save at which a program is asked to save, if its framework can be asked; 0: never."""
+
     def __post_init__(self) -> None:
+        if not 0 <= self.save_minutes < math.inf:
+            raise ValueError(f"checkpoints.save_minutes={self.save_minutes}: must be 0 or a number of minutes")
         if self.adapter not in (AUTO, *ADAPTERS):
             raise ValueError(f"checkpoints.adapter={self.adapter}: must be {AUTO}, {', '.join(ADAPTERS[:-1])} or plain")
         if "*" not in self.pattern or "/" in self.pattern:

@@ -62,8 +62,9 @@ def act(what: str) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         note(deaf=True)
         time.sleep(120)
-    elif what == "trap":
-        signal.signal(signal.SIGTERM, lambda *_: (note(saved=True), sys.exit(0)))
+    elif what.startswith("trap"):
+        number = getattr(signal, what.partition(":")[2] or "SIGTERM")
+        signal.signal(number, lambda *_: (note(saved=True), sys.exit(0)))
         note(trapped=True)
         time.sleep(120)
 

@@ -29,6 +29,17 @@ def test_a_signal_to_one_agent_stops_the_whole_job_and_nothing_more_is_claimed(j
     assert len([note for note in work.notes() if "saved" in note]) == 4
 
 
+def test_a_command_that_saves_on_another_signal_gets_that_one(job):
+    work = job("trap:SIGUSR1@*@*", watch={"stop_signal": "USR1"}).start()
+    work.go()
+    wait_for(work, "trapped")
+    name = Request(kind=RequestKind.STOP, attempt=1, reason="enough").write(work.run.requests)
+    assert work.wait() == [76, 76], work.story()
+    assert len([note for note in work.notes() if "saved" in note]) == 4
+    answers = [event.data for event in work.events(EventKind.REQUEST_ANSWERED)]
+    assert [(one["name"], one["answer"]) for one in answers] == [(name, "the command gets SIGUSR1")]
+
+
 def test_a_stop_request_is_answered_and_a_command_that_dies_of_sigterm_has_stopped(job):
     work = job("hang@*@*").start()
     work.go()

@@ -276,6 +276,7 @@ class MessageLoop:
             self._on_agent_lost(timed_out[0].node, timed_out[1])
         for name, answer in self._requests.finished(now):
             state.events.write(EventKind.REQUEST_ANSWERED, name=name, answer=answer)
+        self._requests.ask_due_save(now)
         reports = [member.progress for member in state.roster.present_members()]
         state.stopping.watch(reports, now)
         state.stopping.record_timings(reports)

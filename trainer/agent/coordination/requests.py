@@ -80,13 +80,16 @@ class RequestHandlers:
         # would hit the restart after another fault.
         self._drills: dict[str, tuple[InjectFault, str]] = {}
         self._drill_serial = 0
+        self._saved, self._saved_at = -1, 0.0  # newest save of this generation, and when it was seen or asked for
 
     def handle(self, request: Request, now: float, wall: float) -> str | None:
         """Carry out the request and return the answer. `now` is on the monotonic clock; `wall` is the time of day."""
         match request.kind:
             case RequestKind.STOP:
                 self._state.request_stop(self._state.stopping.on_request(request.reason, now))
-                return "the ranks were asked to save and stop" if self._can_ask() else "the command gets SIGTERM"
+                if self._can_ask():
+                    return "the ranks were asked to save and stop"
+                return f"the command gets SIG{self._config.watch.stop_signal}"
             case RequestKind.DEADLINE if request.value is not None:
                 return self._correct_end(request.value - wall, request.detail, now)
             case RequestKind.SAVE:
@@ -130,6 +133,16 @@ class RequestHandlers:
         """Repeat pending save requests to newly started ranks; the first save answers them."""
         self._saves = dict.fromkeys(self._saves, 0)
         if self._saves:
+            self._ask_save()
+
+    def ask_due_save(self, now: float) -> None:
+        """Ask a program to save if it has not done so for `checkpoints.save_minutes`."""
+        reports, every = self._state.reports(), 60.0 * self._config.checkpoints.save_minutes
+        saved = max((report.saved for report in reports), default=0)
+        if saved != self._saved or not self._can_ask():  # before the first step, nothing is worth a save
+            self._saved, self._saved_at = saved, now
+        elif every and now - self._saved_at >= every and self._state.stopping.stop is None:
+            self._saved_at = now
             self._ask_save()
 
     def _request_save(self, request: Request) -> str | None:

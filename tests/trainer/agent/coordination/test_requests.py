@@ -15,6 +15,7 @@ from tests.trainer.agent.fake_roster import FakePeer
 from trainer.agent.attempt_state.attempt_state import GenerationState, RunningAttempt
 from trainer.agent.control.tcp_transport import CoordinatorPeer
 from trainer.agent.coordination.requests import RequestHandlers, newest_begun_save, newest_own_save
+from trainer.protocol.command_progress import CommandCheckpointsConfig
 from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.recipe_config import ClusterShape
 from trainer.protocol.events import EventKind, EventLog, read_events
@@ -136,6 +137,36 @@ def test_a_command_that_answers_requests_is_asked_to_save(tmp_path) -> None:
     (asked,) = desk.told
     assert asked == agents.AskStop(reason=StopReason.SAVE_AND_GO_ON, seconds=3600.0)
     assert desk.ask(RequestKind.STOP) == "the ranks were asked to save and stop"
+    desk.events.close()
+
+
+def test_a_program_that_has_not_saved_for_long_is_asked(tmp_path) -> None:
+    desk = Desk(tmp_path, command=("true",), checkpoints=CommandCheckpointsConfig(save_minutes=10.0))
+    desk.handlers.ask_due_save(100.0)
+    desk.report(step=7, answers=True)
+    for now in (110.0, 600.0, 699.0):
+        desk.handlers.ask_due_save(now)
+    assert desk.told == [], "counted since it answers"
+    desk.handlers.ask_due_save(700.0)
+    assert desk.told == [agents.AskStop(reason=StopReason.SAVE_AND_GO_ON, seconds=3600.0)]
+    desk.report(step=9, answers=True, saved=8)
+    for now in (800.0, 1300.0, 1399.0):
+        desk.handlers.ask_due_save(now)
+    assert len(desk.told) == 1, "its own save counts"
+    desk.handlers.ask_due_save(1400.0)
+    assert len(desk.told) == 2
+    desk.state.request_stop(desk.state.stopping.on_request("why", 1401.0))
+    desk.handlers.ask_due_save(9999.0)
+    assert len(desk.told) == 3, "a stop saves anyway"
+    desk.events.close()
+
+
+def test_without_an_interval_a_program_is_never_asked(tmp_path) -> None:
+    desk = Desk(tmp_path, command=("true",))
+    desk.report(step=7, answers=True)
+    for now in (0.0, 1e6):
+        desk.handlers.ask_due_save(now)
+    assert desk.told == []
     desk.events.close()
 
 

@@ -1,4 +1,4 @@
-"""A plain torchrun script: DDP, with its own checkpoint file and its own resume. It does not use orch."""
+"""A plain torchrun script for GPUs or CPUs: DDP, with its own checkpoint file and resume. It does not use orch."""
 
 import json
 import os
@@ -20,21 +20,23 @@ def batch(step, rank, world):
 
 
 def main():
-    dist.init_process_group("gloo")  # "nccl" with GPUs
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 128), nn.Tanh(), nn.Linear(128, 16)))
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 128), nn.Tanh(), nn.Linear(128, 16)).to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
     first, saved = 1, FOLDER / "checkpoint.pt"
     if saved.exists():
-        state = torch.load(saved, weights_only=True)
+        state = torch.load(saved, map_location=device, weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first = state["step"] + 1
 
     for step in range(first, STEPS + 1):
-        x, y = batch(step, rank, world)
+        x, y = (tensor.to(device) for tensor in batch(step, rank, world))
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(x), y)
         loss.backward()

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 _TEMPORARY = ("/tmp", "/var/tmp", "/dev", "/run", "/proc", "/sys")  # noqa: S108  # these stay writable
+_FLAGS = frozenset({"nosuid", "nodev", "noexec", "noatime", "nodiratime", "relatime", "nosymfollow"})
+"""Flags of a mount that a remount must repeat."""
 _UNSUITABLE = re.compile(r"[:,\\]")
 """Characters that separate a mount's options."""
 
@@ -20,7 +22,7 @@ class ViewError(Exception):
     """Reason why no private view can be made here."""
 
 
-def make_private(folders: Iterable[Path], needed: Path, kept: Sequence[Path]) -> Path:
+def make_private(folders: Iterable[str | Path], needed: Path, kept: Sequence[Path]) -> Path:
     """Put overlays on folders, keep the `kept` ones as they are, and make all other file systems read-only.
 
     A folder that cannot have an overlay, such as one with mounts inside, is read-only; `needed` must have one. Return
@@ -33,7 +35,7 @@ def make_private(folders: Iterable[Path], needed: Path, kept: Sequence[Path]) ->
     originals = {os.path.realpath(path): os.open(path, os.O_PATH) for path in kept}
     covered: list[Path] = []
     refusals: dict[Path, str] = {}
-    for folder in sorted({Path(os.path.realpath(folder)) for folder in folders}):
+    for folder in sorted({Path(os.path.realpath(folder)) for folder in folders if os.path.isdir(folder)}):
         if not any(_is_inside(folder, outer) for outer in covered):
             try:
                 _cover(folder, scratch / str(len(covered)))
@@ -67,16 +69,14 @@ def _cover(folder: Path, scratch: Path) -> None:
 
 
 def _writable_mounts() -> Iterator[tuple[str, list[str]]]:
-    """Yield all writable mount points, with the flags that a remount must keep."""
+    """Yield all writable mount points, with the flags that a remount must repeat."""
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as stream:
         rows = [line.split() for line in stream]
     for row in rows:
         flags = row[5].split(",")
         if "rw" in flags and row[row.index("-") + 1] != "autofs":
-            yield (
-                re.sub(r"\\(\d{3})", lambda found: chr(int(found[1], 8)), row[4]),
-                [one for one in flags if one != "rw"],
-            )
+            place = re.sub(r"\\(\d{3})", lambda found: chr(int(found[1], 8)), row[4])
+            yield place, [flag for flag in flags if flag in _FLAGS]
 
 
 def _mount(*words: object, descriptors: Sequence[int] = ()) -> None:

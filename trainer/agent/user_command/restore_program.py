@@ -75,9 +75,8 @@ def main(arguments: list[str]) -> int:
         made = _read_trial(attempt, rank) if shielded else Trial(refused="no namespaces of its own (unshare -rm)")
         evidence["steps"] = made.steps
         losses = compare_losses(RunDir(Path(order.run_dir)), attempt, str(checkpoint))
-        found = judge_trial(
-            made, code, order, Report(rank=rank, name=checkpoint.name, restored=restored, losses=losses)
-        )
+        report = Report(test=run.name, rank=rank, name=checkpoint.name, restored=restored, losses=losses)
+        found = judge_trial(made, code, order, report)
     else:
         found = judge(code, changed, rank, checkpoint.name, restored)
     _report(attempt, rank, *found, evidence)
@@ -96,7 +95,8 @@ def find_fault(checkpoint: Path, order: RestoreTestOrder | None) -> str:
     if order is None:
         return ""
     with suppress(OSError):  # unreadable files are no damage; the program shows them
-        found = verify_seal(RunDir(Path(order.run_dir)).seals, checkpoint)
+        # The run may train and write it again meanwhile.
+        found = verify_seal(RunDir(Path(order.run_dir)).seals, checkpoint, program_until=time.time_ns())
         return found.reason if found.verdict is Verdict.DAMAGED else ""
     return ""
 
@@ -150,6 +150,7 @@ def judge(
 class Report:
     """What the ranks of a test have reported."""
 
+    test: str
     rank: int
     name: str  # of the checkpoint, as the user knows it
     restored: RestoredRanks
@@ -163,7 +164,7 @@ def judge_trial(made: Trial, code: int, order: RestoreTestOrder, report: Report)
         return Outcome.NOT_COMPARABLE, f"the command was not started: {made.refused} (or set restore_tests.command)"
     if code:
         why = _NOT_STARTED.get(code, f"the command failed after {steps}")
-        return Outcome.NOT_COMPARABLE, f"{why}: exit code {code} of rank {report.rank}"
+        return Outcome.NOT_COMPARABLE, f"{why}: exit code {code} of rank {report.rank} (orch logs {report.test})"
     known = report.restored
     if known.differ:
         return (Outcome.SUSPECT if known.agree else Outcome.NOT_COMPARABLE), known.describe(name)

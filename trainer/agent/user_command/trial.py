@@ -71,7 +71,7 @@ def main(command: list[str]) -> int:
     cells = _share_cells()
     folder = os.getcwd()
     try:
-        scratch = make_private([Path(folder), Path.home(), checkpoint.parent], checkpoint.parent, [run.path])
+        scratch = make_private([folder, os.path.expanduser("~"), checkpoint.parent], checkpoint.parent, [run.path])
         hide_newer(checkpoint, order, _config(run, order, checkpoint), scratch)
     except (ViewError, OSError) as error:
         _write(attempt, Trial(refused=str(error)))

@@ -44,7 +44,13 @@ def order(run: Path = Path("/r-1"), step: int = 20) -> RestoreTestOrder:
         (Trial(steps=4, restored=(20, 20)), 0, ((0,), (1,)), "SUSPECT", "the parameters of rank 1 differ"),
         (Trial(steps=4, restored=(20, 20)), 0, ((), (0, 1)), "NOT_COMPARABLE", "the parameters of ranks 0, 1 differ"),
         (Trial(ended=True), 0, ((), ()), "NOT_COMPARABLE", "ended with exit code 0 before its first step"),
-        (Trial(steps=2, ended=True), 1, ((0,), ()), "NOT_COMPARABLE", "failed after 2 steps: exit code 1 of rank 3"),
+        (
+            Trial(steps=2, ended=True),
+            1,
+            ((0,), ()),
+            "NOT_COMPARABLE",
+            "failed after 2 steps: exit code 1 of rank 3 (orch logs t-1)",
+        ),
         (Trial(ended=True), 127, ((), ()), "NOT_COMPARABLE", "no such program"),
         (Trial(refused="no overlay"), 1, ((), ()), "NOT_COMPARABLE", "not started: no overlay"),
     ],
@@ -53,7 +59,7 @@ def test_a_verdict_states_what_the_steps_prove(
     made: Trial, code: int, restored: tuple[tuple[int, ...], tuple[int, ...]], outcome: str, reason: str
 ) -> None:
     ranks = RestoredRanks(agree=restored[0], differ=restored[1])
-    found = judge_trial(made, code, order(), Report(rank=3, name="step-20", restored=ranks, losses=""))
+    found = judge_trial(made, code, order(), Report(test="t-1", rank=3, name="step-20", restored=ranks, losses=""))
     assert found[0] == outcome
     assert reason in found[1]
 
@@ -82,12 +88,15 @@ def test_newer_checkpoints_are_hidden_and_pointers_name_the_tested_one(tmp_path:
 def test_damage_is_found_by_the_seal(tmp_path: Path) -> None:
     folder, run = save(tmp_path / "out", 20), RunDir(tmp_path / "run")
     run.make()
-    SealWork(folder=run.seals, checkpoint=find(folder, CONFIG)[0][0]).run(lambda: None)
     place = folder / "step-20"
+    (place / "optimizer.npy").write_bytes(b"o" * 64)
+    SealWork(folder=run.seals, checkpoint=find(folder, CONFIG)[0][0]).run(lambda: None)
     assert find_fault(place, order(run.path)) == ""
     (place / "weights.npy").write_bytes(b"x" * 64)
     assert "weights.npy has other bytes than when it was sealed" in find_fault(place, order(run.path))
     assert find_fault(place, None) == "", "only rank 0 reads the files"
+    (place / "optimizer.npy").write_bytes(b"y" * 64)
+    assert find_fault(place, order(run.path)) == "", "the run has written all of it again"
 
 
 def attempt_of(path: Path, rows: Sequence[str] = ()) -> AttemptDir:

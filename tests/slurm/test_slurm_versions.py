@@ -21,7 +21,7 @@ from tests.slurm.small_runs import ONE_RANK_EACH, SHORT, training
 from tests.slurm.suites import NEWEST
 from tests.slurm.warm_fork_servers import warm_python
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 TRAINS = [*ONE_RANK_EACH, *SHORT]
 SHAPE = [
     "cluster.nodes=1", "cluster.ranks_per_node=1", "cluster.cpus_per_task=1", "cluster.partition=low",
@@ -200,7 +200,7 @@ def test_hold_by_another(lab: SlurmLab, user: User, verdict: Verdicts) -> None:
     time.sleep(SAVED_WITHIN + 10)  # before that, orch takes a hold for a release that Slurm has lost
     lab.ask("scontrol", "hold", job)
     lab.ask("scancel", other)
-    user.until(lambda: "a user holds it" in user.status(run)["reason"], 60, "the hold as the reason")
+    user.until(lambda: "a user holds it" in user.status(run)["reason"], 400, "the hold as the reason")
     lab.ask("scontrol", "release", job)
     assert user.wait(run) == 0
     verdict.run(run, "SUCCEEDED", "all ranks finished", None)

@@ -14,6 +14,7 @@ from orchestrator.controller.submission_limits import PartitionSizes
 from orchestrator.errors import SlurmUnreachable, SubmitAmbiguous, SubmitRejected
 from orchestrator.scheduler.interface import UNRECORDED, Resources
 from orchestrator.scheduler.slurm.accounting import query_accounting
+from orchestrator.scheduler.slurm.command_output import read_version, run_command
 from orchestrator.scheduler.slurm.node_capacity import usable_nodes
 from orchestrator.scheduler.slurm.slurm_scheduler import SlurmScheduler
 from tests.orchestrator.scheduler.contract import SchedulerContract, World, eventually
@@ -82,12 +83,14 @@ def test_job_log_below_a_shared_folder(world: World) -> None:
     (spec.run_dir / "stop").touch()
     world.until_ended(job)
 
+    version = read_version(run_command(["scontrol", "--version"], 30.0).stdout)
+
     def recorded() -> bool:
-        rows = query_accounting([job.job_id])
+        rows = query_accounting([job.job_id], version=version)
         return [(row.state, row.name) for row in rows] == [("COMPLETED", spec.name)]
 
     eventually(recorded, "accounting has it")
-    (row,) = query_accounting([job.job_id])
+    (row,) = query_accounting([job.job_id], version=version)
     queued = world.scheduler.poll([job.job_id])[job.job_id]
     # Accounting is asked for jobs that have ended, of which nobody needs the start.
     assert replace(row, source="queue", reason=queued.reason, start_time=queued.start_time) == queued
@@ -236,7 +239,7 @@ def test_a_job_that_waits_is_kept_off_other_nodes_and_one_that_runs_is_not(lab: 
     job = world.submit(spec)
     world.release(job, spec)
     assert avoids(job.job_id) == "n[1-2]"
-    assert not world.scheduler.poll([job.job_id])[job.job_id].held
+    eventually(lambda: not world.scheduler.poll([job.job_id])[job.job_id].held, "Slurm has released it")
     world.scheduler.release(job.job_id, spec.submission, ("n2", "n3"))
     assert avoids(job.job_id) == "n[2-3]"
     world.scheduler.release(job.job_id, spec.submission, ())

@@ -180,6 +180,7 @@ def test_scancel_by_another(lab: SlurmLab, user: User, verdict: Verdicts) -> Non
 def test_requeue_by_another(lab: SlurmLab, user: User, verdict: Verdicts) -> None:
     run = run_a_command(user, *SLEEPS)["run"]
     job = running(user, run)["job_id"]
+    user.until(lambda: user.status(run)["generations"] == 1, 90, "the start of the ranks")
     lab.ask("scontrol", "update", f"jobid={job}", "requeue=1")
     assert lab.ask("scontrol", "requeue", job).returncode == 0
     user.until(lambda: user.status(run)["attempts"] == 2, 200, "a second attempt", every=1.0)

@@ -21,9 +21,14 @@ CHECKPOINT_VARIABLE = "ORCH_CHECKPOINT"
 """Environment variable with the checkpoint's file or folder, for RESTORE_PROGRAM and the user's program."""
 
 
+def is_restore_program(command: Sequence[str]) -> bool:
+    """Return whether a command is that of a restore test, which need not train to the end."""
+    return len(command) > 1 and Path(command[1]).parts[-4:] == RESTORE_PROGRAM.parts[-4:]
+
+
 def own_command(command: Sequence[str]) -> int:
     """Return where the run's own command begins in that of its restore test, and 0 in any other command."""
-    return command.index(TRAIN) + 1 if TRAIN in command[2:3] and command[1].endswith(RESTORE_PROGRAM.name) else 0
+    return command.index(TRAIN) + 1 if is_restore_program(command) and TRAIN in command[2:3] else 0
 
 
 class Outcome(StrEnum):

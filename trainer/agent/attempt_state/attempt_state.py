@@ -23,6 +23,7 @@ from trainer.protocol.launch_token import LaunchToken
 from trainer.protocol.messages.agents import AskStop, ExpectStop, ProgressReport, StartGeneration
 from trainer.protocol.node_identity import NodeIdentity, process_start_time
 from trainer.protocol.rank_progress.progress import Phase, StopReason
+from trainer.protocol.restore_test import is_restore_program
 from trainer.protocol.run_dir import AttemptDir, RunDir
 
 
@@ -180,9 +181,10 @@ class RunningAttempt:
 
     def shortfall(self) -> str:
         """Return how many steps a user's program still has to train, by its own count, or "" if none is known."""
+        command = self.config.command
         reports = [report for report in self.reports() if report.phase != Phase.DONE.name.lower()]
         step, total = min(((one.step, one.total) for one in reports), default=(0, 0))
-        return f"step {step} of {total}" if self.config.command and 0 < step < total else ""
+        return f"step {step} of {total}" if command and not is_restore_program(command) and 0 < step < total else ""
 
     def merge_reports(self) -> None:
         """Update the attempt's progress from the nodes' reports."""

@@ -21,12 +21,11 @@ from trainer.protocol.messages.agents import StartGeneration
 from trainer.protocol.messages.ranks import RankSpec, StartRank
 from trainer.protocol.node_identity import NodeIdentity
 from trainer.protocol.rank_variables import rank_caches, rank_python
-from trainer.protocol.restore_test import RESTORE_PROGRAM, own_command
+from trainer.protocol.restore_test import RESTORE_PROGRAM, is_restore_program, own_command
 from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.protocol.secrets.secret_redaction import LISTED
 
 _INTERPRETERS = ("python", "python3")
-_RESTORE_PROGRAM = os.sep + os.path.join(*RESTORE_PROGRAM.parts[-4:])
 
 
 def with_interpreter(config: JobConfig, environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -36,7 +35,7 @@ def with_interpreter(config: JobConfig, environ: Mapping[str, str]) -> tuple[str
     """
     program, *words = config.command
     own = program in _INTERPRETERS and "PATH" not in config.env
-    if words and words[0].endswith(_RESTORE_PROGRAM):
+    if is_restore_program(config.command):
         words[0] = str(RESTORE_PROGRAM)  # an image has it in another folder than the login node
     return (rank_python(environ) if own else program, *words)
 

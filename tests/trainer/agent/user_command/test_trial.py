@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.trainer.agent.coordination.test_requests import Desk
 from trainer.agent.user_command.checkpoints import find
 from trainer.agent.user_command.restore_program import Report, can_unshare, find_fault, judge_trial
 from trainer.agent.user_command.restored_states import RestoredRanks, compare_losses
@@ -133,6 +134,19 @@ def test_the_own_command_begins_after_the_restore_program() -> None:
     assert own_command(("python", place, "--train", "torchrun", "train.py")) == 3
     assert own_command(("python", place, "restore.py", "--train")) == 0
     assert own_command(("python", "train.py", "--train", "x")) == 0
+
+
+def test_a_test_ends_before_the_last_step_and_a_program_that_does_has_not_finished(tmp_path: Path) -> None:
+    place = "/opt/orch/trainer/agent/user_command/restore_program.py"
+    for name, command, expected in (
+        ("run", ("python", "train.py"), "step 35 of 60"),
+        ("test", ("python", place, "--train", "python", "train.py"), ""),
+    ):
+        (tmp_path / name).mkdir()
+        desk = Desk(tmp_path / name, command=command)
+        desk.report(step=35, total=60)
+        assert desk.state.shortfall() == expected
+        desk.events.close()
 
 
 COMMAND = """

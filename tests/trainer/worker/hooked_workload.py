@@ -102,7 +102,7 @@ class HookedLlama(LlamaWorkload):
         return {"own": self.newest, "sequences": Sum(4)}
 
     def validate(self, model):
-        rows = torch.arange(33).repeat(2, 1) % self.config.model.vocab_size
+        rows = torch.arange(self.config.train.seq_len + 1).repeat(2, 1) % self.config.model.vocab_size
         return {"val_loss": super().loss(model, rows)}
 
 

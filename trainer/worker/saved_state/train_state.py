@@ -85,8 +85,10 @@ class RankCheckpointer(Protocol):
     def close(self, flush_for: Callable[[], float] | None = None) -> None: ...
 
 
-_COMPLETE = ("model/", "optimizer/", "groups/", "entries/", "workload:", buffers_name(0))
-"""Prefixes of the checkpoint keys that some rank must load."""
+_COMPLETE = ("model/", "optimizer/", "entries/", "workload:", buffers_name(0))
+"""Prefixes of the checkpoint keys that some rank must load. Tensors of parameter groups that no saved value refers to
+are unchanged settings, which the program makes anew.
+"""
 
 
 def _ignore_warning(step: int, *reason: Any) -> None:

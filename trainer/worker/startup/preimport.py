@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 from torch.utils.data._utils import signal_handling
 
+from trainer.parallel import apply
+from trainer.parallel.parallel_config import DIMENSIONS
 from trainer.protocol.config import JobConfig
 from trainer.protocol.rank_progress.progress import outlive_step_signals
 from trainer.worker import workload
@@ -60,7 +62,8 @@ def import_lazy_parts() -> None:
 
     It must not create tensors, because one parallel operation in a parent process would hang every forked child.
     """
-    for name in _LAZY_MODULES:
+    divisions = (f"{apply.__name__}.{one.torch_module}" for one in DIMENSIONS if one.torch_module)
+    for name in (*_LAZY_MODULES, *divisions):
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:

@@ -30,7 +30,7 @@ def test_states_are_what_the_formula_says(
     undisturbed: Callable[..., Run], name: str, record_property: Callable[[str, object], None]
 ) -> None:
     layout = DENSE[name]
-    over = {"model": UNEVEN, "train": {"steps": 1}}
+    over = {"model": {**UNEVEN, "layers": layout.layers}, "train": {"steps": 1}}
     run = undisturbed(layout.world, parallel=dict(layout.parallel), **over)
     (event,) = [one for one in run.events() if one.kind == EventKind.GENERATION_FIRST_STEP]
     config = layout.config(**over)

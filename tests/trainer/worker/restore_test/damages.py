@@ -166,8 +166,10 @@ def swapped_generators(folder: Path, older: Path, seed: int) -> None:
 
 
 def nan_weights(folder: Path, older: Path, seed: int) -> None:
+    """Damage a weight of a layer, since steps may read no token of a damaged row of the embedding."""
+
     def changed(state: State) -> State:
-        key = _pick(state, seed, lambda key, tensor: key.startswith("model/"))
+        key = _pick(state, seed, lambda key, tensor: key.startswith("model/") and "embedding" not in key)
         value = state[key].clone()
         value.view(-1)[seed % value.numel()] = float("nan") if seed % 2 else float("inf")
         return {key: value}

@@ -10,7 +10,6 @@ from tests.trainer.worker.restore_test import unusual_workload
 from tests.trainer.worker.restore_test.conftest import Subject
 from tests.trainer.worker.saved_state.test_optimizers import SAVED, STEPS, setting
 from tests.trainer.worker.test_hooks import hooked
-from trainer.protocol.failures.outcome import ExitCode
 from trainer.protocol.restore_test import Outcome, RestoreVerdict
 
 pytestmark = pytest.mark.multi
@@ -66,10 +65,9 @@ def test_a_schedule_and_data_of_their_own_are_restored_and_another_layout_says_n
     subject = Subject(source.ranks, source, tmp_path, itertools.count(1))
     found = subject.verdict(subject.folder(8), world=2, parallel={"dp_shard": 2})
     assert (found.outcome, found.evidence["compared"], found.evidence["exact"]) == (Outcome.RESTORED, 3, True), found
-    test = subject.begin(subject.folder(8), "1")
-    assert test.train()["codes"] == [ExitCode.NEVER_RETRY], test.log()
-    assert test.outcome(0, 1).exception == "NotReshardable"
-    assert not test.attempt.restore_verdict.exists()
+    alone = subject.verdict(subject.folder(8), "1", world=1)
+    assert alone.outcome == Outcome.NOT_COMPARABLE, alone
+    assert "load_state_dicts" in alone.reason
 
 
 def test_state_that_no_checkpoint_has_is_no_fault_of_one(make_run: Any, tmp_path: Path) -> None:

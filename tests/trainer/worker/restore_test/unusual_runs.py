@@ -42,7 +42,13 @@ class Kind:
     def verdict(self, subject: Subject, place: Path) -> RestoreVerdict:
         if self.test is not None:
             return self.test(subject, place)
-        return subject.verdict(subject.folder(TESTED), world=self.world, parallel=dict(self.over.get("parallel", {})))
+        return subject.verdict(newest(subject), world=self.world, parallel=dict(self.over.get("parallel", {})))
+
+
+def newest(subject: Subject) -> Path:
+    """Return the newest checkpoint up to TESTED: short steps skip a save while another one is being written."""
+    folders = sorted(subject.source.dir.checkpoints.glob("step-*"))
+    return [folder for folder in folders if int(folder.name[5:13]) <= TESTED][-1]
 
 
 def new(make: Make, kind: Kind, seed: int, **more: Any) -> Run:

@@ -76,8 +76,9 @@ def compare_losses(run: RunDir, attempt: AttemptDir, path: str) -> str:
     other = [step for step in both if before[step] != now[step]]
     if other:
         return f"; its loss of step {other[0]} is {now[other[0]]:.9g}, and was {before[other[0]]:.9g} in the run"
-    steps = f"step {both[0]} is" if len(both) == 1 else f"{len(both)} steps are" if both else ""
-    return f"; its loss of {steps} as in the run" if both else ""
+    if len(both) > 1:
+        return f"; its losses of {len(both)} steps are as in the run"
+    return f"; its loss of step {both[0]} is as in the run" if both else ""
 
 
 def _losses(rows: Iterable[dict[str, Any]], path: str) -> dict[int, float]:

@@ -110,7 +110,7 @@ def attempt_of(path: Path, rows: Sequence[str] = ()) -> AttemptDir:
 @pytest.mark.parametrize(
     ("after", "words"),
     [
-        ({21: 2.5, 22: 2.0}, "; its loss of 2 steps are as in the run"),
+        ({21: 2.5, 22: 2.0}, "; its losses of 2 steps are as in the run"),
         ({21: 2.5}, "; its loss of step 21 is as in the run"),
         ({21: 2.5, 22: 2.25}, "; its loss of step 22 is 2.25, and was 2 in the run"),
         ({31: 2.5}, ""),

@@ -45,14 +45,14 @@ SCALED = ("1f1b", "zbv")
 Gradients = Mapping[str, torch.Tensor]
 
 
-def config(keys: Mapping[str, Any], layers: int) -> JobConfig:
+def config(keys: Mapping[str, Any], layers: int, tp: int) -> JobConfig:
     train = {"dtype": "float32", **keys.get("train", {})}
     if "recompute" in train:
         train["recompute"] = RecomputeConfig(**train["recompute"])
     return JobConfig(
         model=ModelConfig(dim=32, layers=layers, heads=4, kv_heads=2, ffn_dim=64),
         train=TrainConfig(seed=7, seq_len=16, **train),
-        parallel=ParallelConfig(fsdp=FsdpConfig(**keys.get("fsdp", {}))),
+        parallel=ParallelConfig(tp=tp, fsdp=FsdpConfig(**keys.get("fsdp", {}))),
     )
 
 
@@ -203,7 +203,7 @@ def main() -> None:
     layout = Layout(mesh=mesh, sequence_mesh=None, sizes=sizes, device=CPU, rank=rank, world_size=world)
     dp_rank = mesh["dp_replicate"].get_local_rank() * (ranks // replicas) + mesh["dp_shard"].get_local_rank()
     twice = 2 * mesh["pp"].size()
-    job, data = config(keys, layers=twice), batches(dp_rank, twice)
+    job, data = config(keys, layers=twice, tp=tp), batches(dp_rank, twice)
     loss, alone = of_one_process(job, [batch for replica in range(ranks) for batch in batches(replica, twice)])
     due = of_data_parallel(job, layout, data) if dp else OfDataParallel(loss, alone, alone, alone)
     away = distance(due.whole, alone)

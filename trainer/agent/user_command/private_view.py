@@ -22,13 +22,12 @@ class ViewError(Exception):
     """Reason why no private view can be made here."""
 
 
-def make_private(folders: Iterable[str | Path], needed: Path, kept: Sequence[Path]) -> Path:
+def make_private(folders: Iterable[str | Path], needed: Path, kept: Sequence[Path], scratch: Path) -> None:
     """Put overlays on folders, keep the `kept` ones as they are, and make all other file systems read-only.
 
-    A folder that cannot have an overlay, such as one with mounts inside, is read-only; `needed` must have one. Return
-    the folder on this node's disk that holds what is written. Raises ViewError.
+    A folder that cannot have an overlay, such as one with mounts inside, is read-only; `needed` must have one.
+    `scratch`, a folder on this node's disk, gets what is written. Raises ViewError.
     """
-    scratch = Path(tempfile.mkdtemp(prefix="orch-restore-test-"))
     temporary = {os.path.realpath(path) for path in (tempfile.gettempdir(), "/tmp", "/var/tmp")}  # noqa: S108
     for place in sorted(temporary):
         _mount("--rbind", place, place)
@@ -51,7 +50,6 @@ def make_private(folders: Iterable[str | Path], needed: Path, kept: Sequence[Pat
     for place, flags in _writable_mounts():
         if place not in own and not any(place == root or place.startswith(root + os.sep) for root in _TEMPORARY):
             _mount("-o", ",".join(("remount", "bind", "ro", *flags)), place)
-    return scratch
 
 
 def _is_inside(folder: Path, outer: Path) -> bool:
@@ -64,7 +62,7 @@ def _cover(folder: Path, scratch: Path) -> None:
     for path in (upper, work):
         path.mkdir(parents=True)
     if folder == Path("/") or _UNSUITABLE.search(f"{folder}{scratch}"):
-        raise ViewError(f"{folder} cannot have an overlay")
+        raise ViewError(f"{folder} cannot have an overlay: its name has a comma, colon or backslash, or it is /")
     _mount("-t", "overlay", "overlay", "-o", f"lowerdir={folder},upperdir={upper},workdir={work},userxattr", folder)
 
 

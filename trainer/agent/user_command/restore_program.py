@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,15 +42,58 @@ _READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$
 
 
 def main(arguments: list[str]) -> int:
+    signal.signal(signal.SIGTERM, _stop)
+    scratch = Path(tempfile.mkdtemp(prefix="orch-restore-test-", dir=find_scratch_place()))
+    try:
+        return run_test(arguments, scratch)
+    except Stopped:
+        pass  # it dies of the signal once nothing is left behind
+    finally:
+        delete(scratch)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return ExitCode.RETRY
+
+
+class Stopped(Exception):  # noqa: N818  # no error: the test is stopped
+    """Raised by SIGTERM."""
+
+
+def _stop(number: int, frame: object) -> None:
+    raise Stopped
+
+
+def find_scratch_place() -> str:
+    """Return a temporary folder that is in none of the folders for which overlays are made."""
+    checkpoint = Path(os.environ[CHECKPOINT_VARIABLE])
+    covered = [os.path.realpath(path) for path in (os.getcwd(), os.path.expanduser("~"), checkpoint.parent)]
+    place = os.path.realpath(tempfile.gettempdir())
+    return "/tmp" if any(Path(place).is_relative_to(folder) for folder in covered) else place  # noqa: S108
+
+
+def delete(scratch: Path) -> None:
+    """Delete what a command has written, also a folder that the kernel has closed."""
+
+    def open_and_delete(_: object, path: str, error: object) -> None:
+        with suppress(OSError):
+            os.chmod(path, 0o700)
+            os.rmdir(path)
+
+    for _ in range(2):  # the second time, all folders are open
+        shutil.rmtree(scratch, onerror=open_and_delete)
+
+
+def run_test(arguments: list[str], scratch: Path) -> int:
+    """Run the program or the run's own command, report the verdict, and return the exit code."""
     checkpoint, began = Path(os.environ[CHECKPOINT_VARIABLE]), time.time()
     run = RunDir(Path(os.environ["ORCH_RUN_DIR"]))
     attempt, order, rank = run.attempt(int(os.environ["ORCH_ATTEMPT"])), read_order(run), first_rank()
     trains = arguments[:1] == [TRAIN]
-    before = list_stamps(checkpoint)
+    before, names = list_stamps(checkpoint), set(os.listdir(checkpoint.parent))
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(find_fault, checkpoint, order if rank == 0 else None)
         if trains:
-            program = ["unshare", "-rm", sys.executable, trial.__file__, *arguments[1:]]
+            program = ["unshare", "-rm", sys.executable, trial.__file__, str(scratch), *arguments[1:]]
             shielded = can_unshare()
             code = run_program(program, inherit_files()) if shielded else 1
         else:
@@ -65,6 +109,7 @@ def main(arguments: list[str]) -> int:
         why = f"exit code {code}" if code else "another process writes to it"
         sys.stderr.write(f"orch: no result: {why}\n")
         return ExitCode.RETRY
+    written = sorted(set(os.listdir(checkpoint.parent)) - names)
     evidence: dict[str, object] = {
         "read_only": shielded, "program_seconds": time.time() - began, "place": str(checkpoint.parent),
     }  # fmt: skip
@@ -73,14 +118,19 @@ def main(arguments: list[str]) -> int:
         found = Outcome.CORRUPT, f"{checkpoint.name} {fault}"
     elif trains and order is not None:
         made = _read_trial(attempt, rank) if shielded else Trial(refused="no namespaces of its own (unshare -rm)")
-        evidence["steps"] = made.steps
+        evidence["trained_steps"] = made.steps
         losses = compare_losses(RunDir(Path(order.run_dir)), attempt, str(checkpoint))
         report = Report(test=run.name, rank=rank, name=checkpoint.name, restored=restored, losses=losses)
         found = judge_trial(made, code, order, report)
+        if written and not made.refused and found[0] not in (Outcome.RESTORED, Outcome.CORRUPT):
+            sys.stderr.write(
+                f"orch: no result: the run has written {written[0]} meanwhile, which may have been loaded\n"
+            )
+            return ExitCode.RETRY
     else:
         found = judge(code, changed, rank, checkpoint.name, restored)
     _report(attempt, rank, *found, evidence)
-    return code or (1 if changed else 0)
+    return 0 if found[0] is Outcome.RESTORED else code or (1 if changed else 0)
 
 
 def _read_trial(attempt: AttemptDir, rank: int) -> Trial:
@@ -148,7 +198,7 @@ def judge(
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What the ranks of a test have reported."""
+    """Reports of the ranks of a test."""
 
     test: str
     rank: int
@@ -162,10 +212,9 @@ def judge_trial(made: Trial, code: int, order: RestoreTestOrder, report: Report)
     name, steps = report.name, f"{made.steps} step{'s' * (made.steps != 1)}"
     if made.refused:
         return Outcome.NOT_COMPARABLE, f"the command was not started: {made.refused} (or set restore_tests.command)"
-    if code:
-        why = _NOT_STARTED.get(code, f"the command failed after {steps}")
-        return Outcome.NOT_COMPARABLE, f"{why}: exit code {code} of rank {report.rank} (orch logs {report.test})"
-    known = report.restored
+    known, which = report.restored, f"exit code {code} of rank {report.rank} (orch logs {report.test})"
+    if code and (known.differ or not known.agree or not made.steps):
+        return Outcome.NOT_COMPARABLE, f"{_NOT_STARTED.get(code, f'the command failed after {steps}')}: {which}"
     if known.differ:
         return (Outcome.SUSPECT if known.agree else Outcome.NOT_COMPARABLE), known.describe(name)
     if not made.steps:
@@ -175,7 +224,7 @@ def judge_trial(made: Trial, code: int, order: RestoreTestOrder, report: Report)
         return Outcome.NOT_COMPARABLE, f"it trained {steps}, but nothing shows that it continued from {name}"
     compared = f"{known.describe(name)}; " if known.agree else ""
     where = f" continued from step {order.step} and" if continues else ""
-    ended = ", and ended" if made.ended else ""
+    ended = f", and then failed: {which}" if code else ", and ended" if made.ended else ""
     return Outcome.RESTORED, f"{compared}the command{where} trained {steps}{ended}{report.losses}"
 
 

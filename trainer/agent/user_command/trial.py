@@ -1,11 +1,13 @@
 """Starts a run's own command from one of its checkpoints, and stops it after some steps. It keeps nothing it writes.
 
-    unshare -rm python trial.py COMMAND [ARGUMENT ...]      started by `restore_program.py`, once per rank or launcher
+    unshare -rm python trial.py SCRATCH COMMAND [ARGUMENT ...]      started by `restore_program.py`, once per rank or
+                                                                    launcher; SCRATCH is a folder of this node
 
 The command sees no newer checkpoint than the one under test, and only temporary folders can be changed. Every process
 waits until all ranks have trained, so that none loses its peers before.
 """
 
+import errno
 import json
 import os
 import shutil
@@ -22,7 +24,7 @@ if __name__ == "__main__":  # started by its path, so orch's packages are not im
 
 from checkpointing.storage.durable import read_json, write_durably
 from trainer.agent.processes.proc import become_subreaper, descendants
-from trainer.agent.user_command.checkpoints import CommandCheckpoint, find, group
+from trainer.agent.user_command.checkpoints import CommandCheckpoint, find, find_other_rank, group
 from trainer.agent.user_command.private_view import ViewError, make_private
 from trainer.agent.user_command.program_saves import locate, read_saves
 from trainer.agent.user_command.set_aside import retarget, stale_pointers
@@ -40,7 +42,7 @@ _MOST_NEWER = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What one of the test's processes has seen of its ranks."""
+    """Result of one of the test's processes."""
 
     refused: str = ""  # why the command was not started
     steps: int = 0  # trained by each of its ranks
@@ -64,23 +66,23 @@ def first_rank() -> int:
     return int(environ.get("RANK") or int(environ.get("NODE_RANK", "0")) * int(environ.get("NPROC_PER_NODE", "1")))
 
 
-def main(command: list[str]) -> int:
+def main(scratch: Path, command: list[str]) -> int:
     run = RunDir(Path(os.environ["ORCH_RUN_DIR"]))
     attempt, order, checkpoint = _attempt(run), read_order(run), Path(os.environ[CHECKPOINT_VARIABLE])
     assert order is not None
-    cells = _share_cells()
-    folder = os.getcwd()
+    cells, folder = _share_cells(), os.getcwd()
     try:
-        scratch = make_private([folder, os.path.expanduser("~"), checkpoint.parent], checkpoint.parent, [run.path])
+        if other := find_other_rank(checkpoint.parent):
+            raise ViewError(f"each rank has a checkpoint folder of its own, such as {other}")
+        make_private([folder, os.path.expanduser("~"), checkpoint.parent], checkpoint.parent, [run.path], scratch)
         hide_newer(checkpoint, order, _config(run, order, checkpoint), scratch)
     except (ViewError, OSError) as error:
-        _write(attempt, Trial(refused=str(error)))
+        foreign = isinstance(error, OSError) and error.errno == errno.EOVERFLOW
+        why = f"{checkpoint.parent} belongs to another user or group, which a user namespace cannot write"
+        _write(attempt, Trial(refused=why if foreign else str(error)))
         return 1
     os.chdir(folder)  # into the overlay
-    try:
-        code = train(command, cells, order.steps, attempt)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    code = train(command, cells, order.steps, attempt)
     if code < 0:  # it was killed
         os.kill(os.getpid(), signal.Signals(-code))
     return code
@@ -195,4 +197,4 @@ def _kill_all() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

@@ -10,7 +10,7 @@ import pytest
 
 from tests.trainer.agent.coordination.test_requests import Desk
 from trainer.agent.user_command.checkpoints import find
-from trainer.agent.user_command.restore_program import Report, can_unshare, find_fault, judge_trial
+from trainer.agent.user_command.restore_program import Report, can_unshare, delete, find_fault, judge_trial
 from trainer.agent.user_command.restored_states import RestoredRanks, compare_losses
 from trainer.agent.user_command.sealing import SealWork
 from trainer.agent.user_command.trial import Trial, hide_newer, read_trial
@@ -48,10 +48,11 @@ def order(run: Path = Path("/r-1"), step: int = 20) -> RestoreTestOrder:
         (
             Trial(steps=2, ended=True),
             1,
-            ((0,), ()),
+            ((), ()),
             "NOT_COMPARABLE",
             "failed after 2 steps: exit code 1 of rank 3 (orch logs t-1)",
         ),
+        (Trial(steps=2, ended=True), 1, ((0,), ()), "RESTORED", "trained 2 steps, and then failed: exit code 1 of"),
         (Trial(ended=True), 127, ((), ()), "NOT_COMPARABLE", "no such program"),
         (Trial(refused="no overlay"), 1, ((), ()), "NOT_COMPARABLE", "not started: no overlay"),
     ],
@@ -200,7 +201,9 @@ from pathlib import Path
 from trainer.agent.user_command.private_view import make_private
 work, kept = Path({work!r}), Path({kept!r})
 os.chdir(work)
-make_private([work], work, [kept])
+scratch = Path({scratch!r})
+scratch.mkdir()
+make_private([work], work, [kept], scratch)
 os.chdir(work)
 (work / "own.txt").write_text("x")
 (work / "old.txt").unlink()
@@ -217,7 +220,8 @@ def test_nothing_that_is_written_in_a_private_view_lasts(tmp_path: Path) -> None
     work, kept = tmp_path, tmp_path / "runs"
     kept.mkdir()
     (work / "old.txt").write_text("old")
-    program = VIEW.format(root=str(ROOT), work=str(work), kept=str(kept))
+    scratch = tmp_path.parent / f"{tmp_path.name}-scratch"
+    program = VIEW.format(root=str(ROOT), work=str(work), kept=str(kept), scratch=str(scratch))
     done = subprocess.run(
         ["unshare", "-rm", sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
@@ -225,3 +229,5 @@ def test_nothing_that_is_written_in_a_private_view_lasts(tmp_path: Path) -> None
     assert sorted(os.listdir(work)) == ["old.txt", "runs"]
     assert (kept / "report").read_text() == "x"
     assert (kept / "refused").read_text() == "Read-only file system"
+    delete(scratch)
+    assert not scratch.exists()

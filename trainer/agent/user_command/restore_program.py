@@ -46,21 +46,25 @@ def main(arguments: list[str]) -> int:
     scratch = Path(tempfile.mkdtemp(prefix="orch-restore-test-", dir=find_scratch_place()))
     try:
         return run_test(arguments, scratch)
-    except Stopped:
-        pass  # it dies of the signal once nothing is left behind
+    except Stopped as error:
+        number = error.number
     finally:
         delete(scratch)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), number)
     return ExitCode.RETRY
 
 
 class Stopped(Exception):  # noqa: N818  # no error: the test is stopped
-    """Raised by SIGTERM."""
+    """Raised if a signal ends the test or its program; the process dies of it once nothing is left behind."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 def _stop(number: int, frame: object) -> None:
-    raise Stopped
+    raise Stopped(number)
 
 
 def find_scratch_place() -> str:
@@ -102,7 +106,7 @@ def run_test(arguments: list[str], scratch: Path) -> int:
             code = run_program([*prefix, *arguments], inherit_files() if shielded else ())
         fault = reading.result()
     if code < 0:  # it was killed; the agent knows why
-        os.kill(os.getpid(), signal.Signals(-code))
+        raise Stopped(-code)
     changed = list_stamps(checkpoint) != before
     if code == ExitCode.RETRY or (changed and shielded):
         # The program cannot have changed it, so another process is still writing to it: no result.

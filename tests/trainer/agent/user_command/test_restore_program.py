@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,8 +38,10 @@ def restored(
         **os.environ, CHECKPOINT_VARIABLE: str(run.path.parent / "checkpoint-7"), "ORCH_RUN_DIR": str(run.path),
         "ORCH_ATTEMPT": "1", "RANK": str(rank), "PATH": programs,
     }  # fmt: skip
+    environment["TMPDIR"] = temporary = tempfile.mkdtemp()
     own = words or [sys.executable, "-c", program]
     done = subprocess.run([sys.executable, str(RESTORE_PROGRAM), *own], env=environment, check=False, timeout=60)
+    os.rmdir(temporary)  # nothing is left in it
     path = run.attempt(1).event_file(f"restore-test-{rank:05d}")
     return done.returncode, [event.data for event in read_events(path)[0]] if path.exists() else []
 

@@ -18,7 +18,8 @@ def read_under_audit(place: Path, every: int) -> dict[str, Any]:
         "tests.checkpointing.proofs.untrusted_program:main", [str(place), str(every)],
         environ={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    reported: dict[str, Any] = json.loads(done.stdout.readline())
+    # The report is the last line: payloads that plain DCP runs print lines of their own.
+    reported: dict[str, Any] = json.loads(done.stdout.read().splitlines()[-1])
     done.communicate(30.0)
     assert reported["usual"].get("loaded") == 2, "the healthy one loads under the same watch"
     assert reported["outcomes"]["refused"] > 0

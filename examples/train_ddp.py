@@ -1,4 +1,4 @@
-"""A plain torchrun script for GPUs or CPUs: DDP, with its own checkpoint file and resume. It does not use orch."""
+"""A plain torchrun script for GPUs or CPUs: DDP, with its own checkpoints and resume. It does not use orch."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-FOLDER, STEPS, EVERY = Path(sys.argv[1]), int(sys.argv[2]), 10
+FOLDER, STEPS, EVERY, KEPT = Path(sys.argv[1]), int(sys.argv[2]), 10, 3
 
 
 def batch(step, rank, world):
@@ -28,9 +28,9 @@ def main():
     model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 128), nn.Tanh(), nn.Linear(128, 16)).to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-    first, saved = 1, FOLDER / "checkpoint.pt"
-    if saved.exists():
-        state = torch.load(saved, map_location=device, weights_only=True)
+    first, saved = 1, sorted(FOLDER.glob("checkpoint-*.pt"), key=lambda path: int(path.stem.split("-")[1]))
+    if saved:
+        state = torch.load(saved[-1], map_location=device, weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first = state["step"] + 1
@@ -43,8 +43,11 @@ def main():
         optimizer.step()
         if rank == 0 and step % EVERY == 0:
             state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            torch.save(state, saved.with_suffix(".tmp"))
-            os.replace(saved.with_suffix(".tmp"), saved)
+            saved.append(FOLDER / f"checkpoint-{step}.pt")
+            torch.save(state, saved[-1].with_suffix(".tmp"))
+            os.replace(saved[-1].with_suffix(".tmp"), saved[-1])
+            if len(saved) > KEPT:
+                saved.pop(0).unlink(missing_ok=True)
             print(f"step {step} loss {loss.item()}", flush=True)
     if rank == 0:
         weight = sum(parameter.double().sum() for parameter in model.parameters())

@@ -41,10 +41,9 @@ from orchestrator.scheduler.slurm.sbatch_values import minutes
 from orchestrator.submission.resume_contract import PACKAGES, TORCH, Rule, identity_changes
 from orchestrator.submission.resume_request import current_identity, trained_identity
 from trainer.protocol import restore_test
-from trainer.protocol.command_progress import FOLDER_VARIABLE
 from trainer.protocol.config import NEVER
 from trainer.protocol.config_sections.watch_config import OFF as WATCH_OFF
-from trainer.protocol.launchers import PER_NODE, PER_RANK, starts_once_per_node
+from trainer.protocol.launchers import PER_RANK
 from trainer.protocol.plain_data import build
 from trainer.protocol.restore_test import CHECKPOINT_VARIABLE, RESTORE_PROGRAM, TRAIN, UNDECIDED, Outcome
 from trainer.protocol.run_dir import RunDir
@@ -306,15 +305,9 @@ def _command(data: dict[str, Any], run: Run, settings: RestoreTestsConfig, check
         CHECKPOINT_VARIABLE: checkpoint.path, "ORCH_CHECKPOINT_STEP": str(checkpoint.step),
         "ORCH_RESUME_PATH": checkpoint.path, **({} if settings.command else _NO_TRACKERS),
     }  # fmt: skip
-    program, launcher = settings.command, PER_RANK
-    if not program:
-        program = (TRAIN, *data["command"])
-        folder = data["env"].get(FOLDER_VARIABLE) or run.identity.get("submit_dir") or run.run_dir
-        if starts_once_per_node(data["launcher"], data["command"], Path(folder)):
-            launcher = PER_NODE
     return {
-        "command": [python, str(RESTORE_PROGRAM), *program],
-        "launcher": launcher,
+        "command": [python, str(RESTORE_PROGRAM), *(settings.command or (TRAIN, *data["command"]))],
+        "launcher": PER_RANK if settings.command else data["launcher"],
         "checkpoints": {**data["checkpoints"], "path": ""},
         "env": {**data["env"], **variables},
     }

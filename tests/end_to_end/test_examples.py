@@ -78,7 +78,7 @@ def ended(user: User, name: str, *, kill: bool) -> dict[str, float]:
     words = json.dumps([sys.executable, str(user.folder / "train_ddp.py"), str(folder), "800"])
     run = user.submit("torchrun-script", f"command={words}", *ONE_NODE)["run"]
     if kill:
-        user.until((folder / "checkpoint.pt").exists, 90, "a checkpoint", every=0.02)
+        user.until(lambda: any(folder.glob("checkpoint-*.pt")), 90, "a checkpoint", every=0.02)
         victim, *_ = [process for process in user.processes("") if is_rank_1(process)]
         victim.kill()
     assert user.wait(run) == 0

@@ -58,8 +58,8 @@ def working_directory(run: RunDir, config: JobConfig) -> Path:
 
 def is_per_node(run: RunDir, config: JobConfig) -> bool:
     """Return whether a command is started once per node, and starts its own ranks."""
-    folder = working_directory(run, config)
-    return bool(config.command) and starts_once_per_node(config.launcher, config.command, folder)
+    command, folder = config.command[own_command(config.command) :], working_directory(run, config)
+    return bool(command) and starts_once_per_node(config.launcher, command, folder)
 
 
 def _from_record(run: RunDir) -> str | None:

@@ -49,10 +49,11 @@ def main(arguments: list[str]) -> int:
     except Stopped as error:
         number = error.number
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         delete(scratch)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.kill(os.getpid(), number)
-    return ExitCode.RETRY
+    return ExitCode.RETRY  # not reached: the signal ends the process
 
 
 class Stopped(Exception):  # noqa: N818  # no error: the test is stopped
@@ -134,7 +135,7 @@ def run_test(arguments: list[str], scratch: Path) -> int:
     else:
         found = judge(code, changed, rank, checkpoint.name, restored)
     _report(attempt, rank, *found, evidence)
-    return 0 if found[0] is Outcome.RESTORED else code or (1 if changed else 0)
+    return code or (1 if changed else 0)
 
 
 def _read_trial(attempt: AttemptDir, rank: int) -> Trial:
@@ -216,9 +217,12 @@ def judge_trial(made: Trial, code: int, order: RestoreTestOrder, report: Report)
     name, steps = report.name, f"{made.steps} step{'s' * (made.steps != 1)}"
     if made.refused:
         return Outcome.NOT_COMPARABLE, f"the command was not started: {made.refused} (or set restore_tests.command)"
-    known, which = report.restored, f"exit code {code} of rank {report.rank} (orch logs {report.test})"
-    if code and (known.differ or not known.agree or not made.steps):
-        return Outcome.NOT_COMPARABLE, f"{_NOT_STARTED.get(code, f'the command failed after {steps}')}: {which}"
+    known = report.restored
+    compared = f"{known.describe(name)}; " if known.agree and not known.differ else ""
+    if code:
+        why = _NOT_STARTED.get(code, f"the command failed after {steps}")
+        which = f"exit code {code} of rank {report.rank} (orch logs {report.test})"
+        return Outcome.NOT_COMPARABLE, f"{compared}{why}: {which}"
     if known.differ:
         return (Outcome.SUSPECT if known.agree else Outcome.NOT_COMPARABLE), known.describe(name)
     if not made.steps:
@@ -226,9 +230,8 @@ def judge_trial(made: Trial, code: int, order: RestoreTestOrder, report: Report)
     continues = bool(made.restored) and all(step == order.step for step in made.restored)
     if not known.agree and not continues:
         return Outcome.NOT_COMPARABLE, f"it trained {steps}, but nothing shows that it continued from {name}"
-    compared = f"{known.describe(name)}; " if known.agree else ""
     where = f" continued from step {order.step} and" if continues else ""
-    ended = f", and then failed: {which}" if code else ", and ended" if made.ended else ""
+    ended = ", and ended" if made.ended else ""
     return Outcome.RESTORED, f"{compared}the command{where} trained {steps}{ended}{report.losses}"
 
 

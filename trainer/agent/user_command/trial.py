@@ -24,7 +24,7 @@ if __name__ == "__main__":  # started by its path, so orch's packages are not im
 
 from checkpointing.storage.durable import read_json, write_durably
 from trainer.agent.processes.proc import become_subreaper, descendants
-from trainer.agent.user_command.checkpoints import CommandCheckpoint, find, find_other_rank, group
+from trainer.agent.user_command.checkpoints import find, find_other_rank, group
 from trainer.agent.user_command.private_view import ViewError, make_private
 from trainer.agent.user_command.program_saves import locate, read_saves
 from trainer.agent.user_command.set_aside import retarget, stale_pointers
@@ -32,7 +32,7 @@ from trainer.protocol.command_progress import AUTO, CommandCheckpointsConfig
 from trainer.protocol.config import load
 from trainer.protocol.plain_data import build
 from trainer.protocol.rank_progress.progress import ProgressCell
-from trainer.protocol.restore_test import CHECKPOINT_VARIABLE, RestoreTestOrder, read_order
+from trainer.protocol.restore_test import CHECKPOINT_VARIABLE, read_order
 from trainer.protocol.run_dir import AttemptDir, RunDir
 
 PAUSE = 0.2
@@ -68,14 +68,15 @@ def first_rank() -> int:
 
 def main(scratch: Path, command: list[str]) -> int:
     run = RunDir(Path(os.environ["ORCH_RUN_DIR"]))
-    attempt, order, checkpoint = _attempt(run), read_order(run), Path(os.environ[CHECKPOINT_VARIABLE])
+    attempt, order = run.attempt(int(os.environ["ORCH_ATTEMPT"])), read_order(run)
+    checkpoint = Path(os.environ[CHECKPOINT_VARIABLE])
     assert order is not None
     cells, folder = _share_cells(), os.getcwd()
     try:
         if other := find_other_rank(checkpoint.parent):
             raise ViewError(f"each rank has a checkpoint folder of its own, such as {other}")
         make_private([folder, os.path.expanduser("~"), checkpoint.parent], checkpoint.parent, [run.path], scratch)
-        hide_newer(checkpoint, order, _config(run, order, checkpoint), scratch)
+        hide_newer(checkpoint, order.step, find_config(RunDir(Path(order.run_dir))))
     except (ViewError, OSError) as error:
         foreign = isinstance(error, OSError) and error.errno == errno.EOVERFLOW
         why = f"{checkpoint.parent} belongs to another user or group, which a user namespace cannot write"
@@ -86,10 +87,6 @@ def main(scratch: Path, command: list[str]) -> int:
     if code < 0:  # it was killed
         os.kill(os.getpid(), signal.Signals(-code))
     return code
-
-
-def _attempt(run: RunDir) -> AttemptDir:
-    return run.attempt(int(os.environ["ORCH_ATTEMPT"]))
 
 
 def _share_cells() -> list[ProgressCell]:
@@ -106,9 +103,8 @@ def _share_cells() -> list[ProgressCell]:
     return [cells[int(own)]] if own else cells
 
 
-def _config(run: RunDir, order: RestoreTestOrder, checkpoint: Path) -> CommandCheckpointsConfig:
-    """Return where the run saves: as configured, or as its saves show."""
-    source = RunDir(Path(order.run_dir))
+def find_config(source: RunDir) -> CommandCheckpointsConfig:
+    """Return where a run saves: as configured, or as its saves show."""
     configured = load(source, source.newest_attempt).checkpoints
     if not configured.path:
         fixed = "" if configured.adapter == AUTO else configured.adapter
@@ -117,18 +113,15 @@ def _config(run: RunDir, order: RestoreTestOrder, checkpoint: Path) -> CommandCh
     return configured
 
 
-def hide_newer(
-    checkpoint: Path, order: RestoreTestOrder, config: CommandCheckpointsConfig, scratch: Path
-) -> CommandCheckpoint | None:
+def hide_newer(checkpoint: Path, step: int, config: CommandCheckpointsConfig) -> None:
     """Delete newer checkpoints in the overlay, and make pointers name the tested one. Raises OSError."""
-    for step, main_entry, siblings in group(os.listdir(checkpoint.parent), config, _MOST_NEWER):
-        for name in (main_entry, *siblings) if step > order.step else ():
+    for other, main_entry, siblings in group(os.listdir(checkpoint.parent), config, _MOST_NEWER):
+        for name in (main_entry, *siblings) if other > step else ():
             _remove(checkpoint.parent / name)
     found, _ = find(checkpoint.parent, config)
-    newest = found[0] if found and found[0].path == checkpoint else None
-    for pointer in stale_pointers(newest, config) if newest is not None else ():
-        retarget(pointer, checkpoint.parent / f".{scratch.name}" / "pointer")
-    return newest
+    if found and found[0].path == checkpoint:
+        for pointer in stale_pointers(found[0], config):
+            retarget(pointer, checkpoint.parent / ".orch-pointer" / "new")
 
 
 def _remove(path: Path) -> None:

@@ -143,7 +143,11 @@ def ls(screen: Screen, run: str, everything: bool) -> None:
         row["_tested"] = layouts_in_words(tests.get(name, ()))
     kept = [row for row in rows.values() if everything or row["trust"] != Trust.DELETED]
     kept.sort(key=lambda row: (row["step"], row["attempt"], row["name"]), reverse=True)
-    why = "is a restore test, and saves nothing" if "restore_test" in found.identity else "has no checkpoint that orch has seen"
+    why = (
+        "is a restore test, and saves nothing"
+        if "restore_test" in found.identity
+        else "has no checkpoint that orch has seen"
+    )
     screen.listing("ckpt.ls", _columns(screen.terminal), list(map(_cells, kept)), empty=f"{found.name} {why}")
 
 

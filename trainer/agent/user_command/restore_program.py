@@ -95,6 +95,8 @@ def run_test(arguments: list[str], scratch: Path) -> int:
     attempt, order, rank = run.attempt(int(os.environ["ORCH_ATTEMPT"])), read_order(run), first_rank()
     trains = arguments[:1] == [TRAIN]
     before, names = list_stamps(checkpoint), set(os.listdir(checkpoint.parent))
+    if not before:
+        return _give_up(f"the run has deleted {checkpoint}")
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(find_fault, checkpoint, order if rank == 0 else None)
         if trains:
@@ -111,9 +113,7 @@ def run_test(arguments: list[str], scratch: Path) -> int:
     changed = list_stamps(checkpoint) != before
     if code == ExitCode.RETRY or (changed and shielded):
         # The program cannot have changed it, so another process is still writing to it: no result.
-        why = f"exit code {code}" if code else "another process writes to it"
-        sys.stderr.write(f"orch: no result: {why}\n")
-        return ExitCode.RETRY
+        return _give_up(f"exit code {code}" if code else f"another process changes or deletes {checkpoint}")
     written = sorted(set(os.listdir(checkpoint.parent)) - names)
     evidence: dict[str, object] = {
         "read_only": shielded, "program_seconds": time.time() - began, "place": str(checkpoint.parent),
@@ -128,14 +128,16 @@ def run_test(arguments: list[str], scratch: Path) -> int:
         report = Report(test=run.name, rank=rank, name=checkpoint.name, restored=restored, losses=losses)
         found = judge_trial(made, code, order, report)
         if written and not made.refused and found[0] not in (Outcome.RESTORED, Outcome.CORRUPT):
-            sys.stderr.write(
-                f"orch: no result: the run has written {written[0]} meanwhile, which may have been loaded\n"
-            )
-            return ExitCode.RETRY
+            return _give_up(f"the run has written {written[0]} meanwhile, which the command may have loaded")
     else:
         found = judge(code, changed, rank, checkpoint.name, restored)
     _report(attempt, rank, *found, evidence)
     return code or (1 if changed else 0)
+
+
+def _give_up(why: str) -> int:
+    sys.stderr.write(f"orch: no result: {why}\n")
+    return ExitCode.RETRY
 
 
 def _read_trial(attempt: AttemptDir, rank: int) -> Trial:
@@ -249,8 +251,11 @@ def can_shield(checkpoint: Path) -> bool:
 
 
 def list_stamps(checkpoint: Path) -> dict[str, tuple[int, int, int]]:
-    """Return size, time of the last change and inode of each file. Raises OSError."""
-    found = {name: path.stat() for name, path in list_files(checkpoint).items()}
+    """Return size, time of the last change and inode of each file; none if it is gone. Raises OSError."""
+    try:
+        found = {name: path.stat() for name, path in list_files(checkpoint).items()}
+    except FileNotFoundError:
+        return {}
     return {name: (now.st_size, now.st_mtime_ns, now.st_ino) for name, now in found.items()}
 
 

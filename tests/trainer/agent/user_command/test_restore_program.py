@@ -78,6 +78,12 @@ def test_exit_code_75_says_nothing(run: RunDir) -> None:
     assert restored(run, "raise SystemExit(75)") == (75, [])
 
 
+def test_a_checkpoint_that_the_run_has_deleted_says_nothing(run: RunDir, capfd: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(run.path.parent / "checkpoint-7")
+    assert restored(run, "pass") == (75, [])
+    assert "orch: no result: the run has deleted " in capfd.readouterr().err
+
+
 def test_who_was_killed_says_nothing(run: RunDir) -> None:
     killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     assert restored(run, killed) == (-signal.SIGKILL, [])

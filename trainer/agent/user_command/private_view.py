@@ -34,10 +34,10 @@ def make_private(folders: Iterable[str | Path], needed: Path, kept: Sequence[Pat
     originals = {os.path.realpath(path): os.open(path, os.O_PATH) for path in kept}
     covered: list[Path] = []
     refusals: dict[Path, str] = {}
-    for folder in sorted({Path(os.path.realpath(folder)) for folder in folders if os.path.isdir(folder)}):
+    for number, folder in enumerate(sorted({Path(os.path.realpath(one)) for one in folders if os.path.isdir(one)})):
         if not any(_is_inside(folder, outer) for outer in covered):
             try:
-                _cover(folder, scratch / str(len(covered)))
+                _cover(folder, scratch / str(number))
                 covered.append(folder)
             except ViewError as error:
                 refusals[folder] = str(error)

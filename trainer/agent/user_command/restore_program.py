@@ -96,7 +96,7 @@ def run_test(arguments: list[str], scratch: Path) -> int:
     trains = arguments[:1] == [TRAIN]
     before, names = list_stamps(checkpoint), set(os.listdir(checkpoint.parent))
     if not before:
-        return _give_up(f"the run has deleted {checkpoint}")
+        return _give_up(attempt, rank, f"the run has deleted {checkpoint}")
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(find_fault, checkpoint, order if rank == 0 else None)
         if trains:
@@ -113,7 +113,8 @@ def run_test(arguments: list[str], scratch: Path) -> int:
     changed = list_stamps(checkpoint) != before
     if code == ExitCode.RETRY or (changed and shielded):
         # The program cannot have changed it, so another process is still writing to it: no result.
-        return _give_up(f"exit code {code}" if code else f"another process changes or deletes {checkpoint}")
+        why = f"another process changes or deletes {checkpoint}"
+        return _give_up(attempt, rank, f"exit code {code} of rank {rank}" if code == ExitCode.RETRY else why)
     written = sorted(set(os.listdir(checkpoint.parent)) - names)
     evidence: dict[str, object] = {
         "read_only": shielded, "program_seconds": time.time() - began, "place": str(checkpoint.parent),
@@ -128,15 +129,18 @@ def run_test(arguments: list[str], scratch: Path) -> int:
         report = Report(test=run.name, rank=rank, name=checkpoint.name, restored=restored, losses=losses)
         found = judge_trial(made, code, order, report)
         if written and not made.refused and found[0] not in (Outcome.RESTORED, Outcome.CORRUPT):
-            return _give_up(f"the run has written {written[0]} meanwhile, which the command may have loaded")
+            why = f"the run has written {written[0]} meanwhile, which the command may have loaded"
+            return _give_up(attempt, rank, why)
     else:
         found = judge(code, changed, rank, checkpoint.name, restored)
     _report(attempt, rank, *found, evidence)
     return code or (1 if changed else 0)
 
 
-def _give_up(why: str) -> int:
+def _give_up(attempt: AttemptDir, rank: int, why: str) -> int:
+    """Report that the test has no result, and return the exit code."""
     sys.stderr.write(f"orch: no result: {why}\n")
+    _report(attempt, rank, Outcome.NOT_FINISHED, f"no result: {why}", {})
     return ExitCode.RETRY
 
 

@@ -75,13 +75,15 @@ def test_a_program_that_raises_is_no_verdict(run: RunDir) -> None:
 
 
 def test_exit_code_75_says_nothing(run: RunDir) -> None:
-    assert restored(run, "raise SystemExit(75)") == (75, [])
+    code, told = restored(run, "raise SystemExit(75)")
+    assert (code, told[0]["verdict"], told[0]["reason"]) == (75, "NOT_FINISHED", "no result: exit code 75 of rank 0")
 
 
-def test_a_checkpoint_that_the_run_has_deleted_says_nothing(run: RunDir, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_that_the_run_has_deleted_says_nothing(run: RunDir) -> None:
     shutil.rmtree(run.path.parent / "checkpoint-7")
-    assert restored(run, "pass") == (75, [])
-    assert "orch: no result: the run has deleted " in capfd.readouterr().err
+    code, told = restored(run, "pass")
+    assert (code, told[0]["verdict"]) == (75, "NOT_FINISHED")
+    assert told[0]["reason"] == f"no result: the run has deleted {run.path.parent / 'checkpoint-7'}"
 
 
 def test_who_was_killed_says_nothing(run: RunDir) -> None:
@@ -112,4 +114,5 @@ def test_where_it_cannot_have_been_the_program_nothing_is_known(run: RunDir, tmp
             time.sleep(0.01)
         (tmp_path / "checkpoint-7" / "weights").write_bytes(b"x")
         (run.path / "go").touch()
-        assert done.result() == (75, [])
+        code, told = done.result()
+        assert (code, told[0]["verdict"]) == (75, "NOT_FINISHED")

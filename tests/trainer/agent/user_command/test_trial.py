@@ -203,7 +203,7 @@ work, kept = Path({work!r}), Path({kept!r})
 os.chdir(work)
 scratch = Path({scratch!r})
 scratch.mkdir()
-make_private([work], work, [kept], scratch)
+make_private(["/", work], work, [kept], scratch)  # / cannot have an overlay
 os.chdir(work)
 (work / "own.txt").write_text("x")
 (work / "old.txt").unlink()

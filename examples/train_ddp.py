@@ -23,6 +23,7 @@ def main():
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    FOLDER.mkdir(parents=True, exist_ok=True)
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 128), nn.Tanh(), nn.Linear(128, 16)).to(device))
@@ -42,10 +43,9 @@ def main():
         loss.backward()
         optimizer.step()
         if rank == 0 and step % EVERY == 0:
-            state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
             saved.append(FOLDER / f"checkpoint-{step}.pt")
-            torch.save(state, saved[-1].with_suffix(".tmp"))
-            os.replace(saved[-1].with_suffix(".tmp"), saved[-1])
+            torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, FOLDER / "new")
+            (FOLDER / "new").replace(saved[-1])
             if len(saved) > KEPT:
                 saved.pop(0).unlink(missing_ok=True)
             print(f"step {step} loss {loss.item()}", flush=True)
@@ -57,5 +57,4 @@ def main():
 
 
 if __name__ == "__main__":
-    FOLDER.mkdir(parents=True, exist_ok=True)
     main()

@@ -70,24 +70,34 @@ def _signal_rank(run: ProgramRun, number: int, kind: str) -> Strike:
 
 
 def kill_node(run: ProgramRun) -> Strike:
-    node, now = run.nodes - 1, time.time()
-    agent = run.job.agent(node)
-    for process in [agent, *agent.children(recursive=True)]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+    node, name = run.nodes - 1, f"local-{run.nodes - 1}"
+    if run.lab:
+        name = run.lab.nodes_of(str(run.show()["attempts"][0]["job_id"]))[node]
+        now = time.time()
+        run.lab.cut_power(name)
+    else:
+        now, agent = time.time(), run.job.agent(node)
+        for process in [agent, *agent.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def is_named(done: ProgramRun) -> bool:
         failure = done.attempts()[0]["failure"] or {}
         is_lost = failure.get("kind") in ("agent_lost", "node_lost")
         # With one node, no agent is left that could name it.
-        return bool(is_lost and (done.nodes == 1 or failure.get("node") == f"local-{node}"))
+        return bool(is_lost and (done.nodes == 1 or failure.get("node") == name))
 
     return Strike(at=now, target=f"node {node}", is_named=is_named)
 
 
 def preempt(run: ProgramRun) -> Strike:
     now = time.time()
-    run.job.agent(0).send_signal(signal.SIGUSR2)
+    if run.lab:
+        urgent = ("-p", "high", "-N", str(len(run.lab.nodes)), "--exclusive", "-o", "/dev/null", "--wrap", "sleep 2")
+        if (done := run.lab.ask("sbatch", *urgent)).returncode:
+            raise RuntimeError(f"sbatch: {done.stderr}")
+    else:
+        run.job.agent(0).send_signal(signal.SIGUSR2)
     return Strike(at=now, target="the job", is_named=lambda done: _ended_as(done, "preempted"))
 
 
@@ -181,10 +191,10 @@ FAULTS = {
     "loop": Fault(title="endless loop", cause=loop_rank, settings=_WATCHED),
     "node": Fault(title="node death", cause=kill_node),
     "preempt": Fault(title="preemption", cause=preempt),
-    "limit": Fault(title="time limit", cause=await_time_limit, pause=1.0,
+    "limit": Fault(title="time limit", cause=await_time_limit, pause=2.0,
                    settings=("cluster.time='2:30'", "cluster.signal_lead=75")),
-    "torn": Fault(title="torn newest", cause=tear_newest, pause=1.0),
-    "damaged": Fault(title="damaged newest", cause=damage_newest, pause=1.0),
+    "torn": Fault(title="torn newest", cause=tear_newest, pause=0.5),
+    "damaged": Fault(title="damaged newest", cause=damage_newest, pause=0.5),
     "disk": Fault(title="disk full", cause=fill_disk, disk="24m"),
 }  # fmt: skip
 """Columns of the table, keyed by the names for `--faults`."""

@@ -13,6 +13,7 @@ import psutil
 from benchmarks.program_log import ProgramLog, parse_log
 from benchmarks.runner import NotInTimeError
 from benchmarks.submitted_run import BenchmarkRun
+from tests.slurm.lab import SlurmLab
 from trainer.protocol.events import Event, EventKind, read_events
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "tests" / "programs"
@@ -40,10 +41,10 @@ class Program:
 
 
 class ProgramRun:
-    """A program's run, for which `job` has been submitted, with checkpoints in `out`."""
+    """A program's run, for which `job` has been submitted, with checkpoints in `out`; on `lab` unless simulated."""
 
-    def __init__(self, program: Program, job: BenchmarkRun, out: Path) -> None:
-        self.program, self.job, self.out = program, job, out
+    def __init__(self, program: Program, job: BenchmarkRun, out: Path, lab: SlurmLab | None = None) -> None:
+        self.program, self.job, self.out, self.lab = program, job, out, lab
         self.nodes, self.world = program.nodes, program.nodes * program.ranks
 
     def log(self) -> ProgramLog:

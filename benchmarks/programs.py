@@ -1,11 +1,13 @@
 """Unchanged training programs of several frameworks under faults (docs/programs.md).
 
-    python -m benchmarks.programs [--only NAME ...] [--faults NAME ...] [--ranks N] [--again] [--keep] [--folder DIR]
+    python -m benchmarks.programs [--slurm] [--only NAME ...] [--faults NAME ...] [--ranks N] [--again] [--keep]
+                                  [--folder DIR]
 
 Each cell is a run: the program is submitted as a user submits it, on simulated nodes, disturbed once from outside, and
 compared with the undisturbed run of the same program. A cell takes a minute or more, so every result is written as soon
 as it is known, and the other cells keep theirs. Cells that have passed are skipped unless `--again` is given. `--keep`
-keeps the folders of runs that did not pass.
+keeps the folders of runs that did not pass. `--slurm` starts a Slurm with four nodes on this machine and fills the
+second table; it needs root.
 
 `calm` is the undisturbed run, which comes first if it has no result yet. Frameworks outside this environment are found
 in the folders of ORCH_FRAMEWORKS. `disk` needs root, because it mounts a small file system.
@@ -23,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,11 +35,13 @@ from benchmarks.program_run import SCRIPTS, Program, ProgramRun
 from benchmarks.proof import machine
 from benchmarks.runner import NotInTimeError, until
 from benchmarks.submitted_run import FAILURES, BenchmarkRun
+from tests.slurm.lab import SlurmLab, temporary_lab
+from tests.slurm.suites import MACHINE
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "programs.md"
 RECORD = PAGE.with_suffix(".json")
-STEPS = 120
+STEPS = 60
 FAULT_STEP = 25
 """Step after which a fault is caused; programs save every ten steps."""
 _START_SECONDS, _BACK_SECONDS, _END_SECONDS = 600.0, 400.0, 600.0
@@ -51,21 +55,35 @@ PROGRAMS = {
         words=("--load", "{out}", "--save", "{out}", "--exit-signal-handler"),
     ),
     "hf": Program(title="Hugging Face Trainer", script="hf_trainer.py", package="transformers"),
+    "hf-deepspeed": Program(
+        title="the same, DeepSpeed JSON (ZeRO 2, CPU offload), saves per epoch", script="hf_trainer.py",
+        package="deepspeed",
+        words=("{out}", "--deepspeed", str(SCRIPTS / "zero2_offload.json"), "--save-strategy", "epoch"),
+    ),
+    "deepspeed": Program(title="DeepSpeed, ZeRO 1", script="deepspeed_loop.py", package="deepspeed"),
     "accelerate": Program(title="Accelerate, `save_state`", script="accelerate_loop.py", package="accelerate"),
     "lightning": Program(title="Lightning", script="lightning_module.py", package="lightning",
             words=("{out}", "--nodes", "{nodes}", "--devices", "{ranks}")),
+    "torchtitan": Program(title="torchtitan's CheckpointManager, FSDP2", script="torchtitan_loop.py",
+            package="torchtitan"),
 }  # fmt: skip
 """Rows of the table, keyed by the names for `--only`."""
 HEAD = """# Programs and faults
 
-Unchanged scripts ([tests/programs](../tests/programs)) under `orch submit`, 2 simulated nodes with 2 ranks each unless
-stated otherwise, one fault each (`python -m benchmarks.programs`). They save every ten steps. [programs.json](
-programs.json) has all figures.
+Unchanged scripts ([tests/programs](../tests/programs)) under `orch submit`, 2 nodes with 2 ranks each unless stated
+otherwise, one fault each (`python -m benchmarks.programs`). They save every ten steps. [programs.json](programs.json)
+has all figures, with the load of the machine.
 
 - machine: {machine}
 - cell: seconds from the fault to orch's verdict / until the program trains again; steps trained twice; whether orch
   named the right rank, node, checkpoint or cause
-- the machine was busy with other work: its load is with each cell in programs.json, and starts take most of the time
+- two cores start four ranks of a framework in 10 to 40 seconds, which is most of the time until training
+
+Accelerate shards with FSDP only on accelerators, so its row trains data-parallel.
+"""
+KINDS = {"local": "Simulated nodes on this machine", "slurm": "Real Slurm, four nodes on this machine"}
+TABLE = """
+## {title}
 
 | program | {titles} | final loss equal | weights equal |
 |---|{lines}---|---|
@@ -76,18 +94,21 @@ Cell = dict[str, Any]
 # -- cells
 
 
-def run_cell(program: Program, fault: Fault, steps: int, at: Path | None, *, keep: bool) -> Cell:
+def run_cell(program: Program, fault: Fault, at: Path | None, lab: SlurmLab | None, *, keep: bool) -> Cell:
     """Run one program with one fault, and return its figures."""
     load, date = os.getloadavg()[0], str(datetime.datetime.now(datetime.UTC).date())
     folder = Path(tempfile.mkdtemp(dir=at, prefix="bench-programs-"))
     try:
         with _disk(folder / "disk", fault.disk) as disk:
-            cell = _measure(program, fault, steps, folder, disk / "out")
+            cell = _measure(program, fault, folder, disk / "out", lab)
     except FAILURES as problem:
         cell = {"problem": f"{type(problem).__name__}: {problem}"[:1000]}
     if passed(cell) or not keep:
         shutil.rmtree(folder, ignore_errors=True)
-    return {**cell, "ranks": program.ranks, "date": date, "load": round(load, 1)}
+    if lab is not None:
+        for node in lab.nodes_without_daemon():
+            lab.start_node(node)
+    return {**cell, "ranks": program.ranks, "steps": STEPS, "date": date, "load": round(load, 1)}
 
 
 @contextmanager
@@ -103,15 +124,16 @@ def _disk(folder: Path, size: str) -> Iterator[Path]:
             subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def _measure(program: Program, fault: Fault, steps: int, folder: Path, out: Path) -> Cell:
-    command = "command=[{}]".format(",".join(f"'{word}'" for word in program.command(out, steps, fault.pause)))
+def _measure(program: Program, fault: Fault, folder: Path, out: Path, lab: SlurmLab | None) -> Cell:
+    command = "command=[{}]".format(",".join(f"'{word}'" for word in program.command(out, STEPS, fault.pause)))
     path = ":".join([str(SCRIPTS / "loop"), *filter(None, [os.environ.get("ORCH_FRAMEWORKS", "")])])
     settings = (
         command, f"cluster.nodes={program.nodes}", f"cluster.ranks_per_node={program.ranks}", "recovery.backoff=0.2",
         f"+env.PYTHONPATH='{path}'", "+env.PYTHONWARNINGS=ignore", "+env.HF_HUB_OFFLINE='1'", *fault.settings,
     )  # fmt: skip
-    with BenchmarkRun(folder / "user", "local", "torchrun-script", *settings, work_log=False) as job:
-        run = ProgramRun(program, job, out)
+    kind = "slurm" if lab else "local"
+    with BenchmarkRun(folder / "user", kind, "torchrun-script", *settings, work_log=False) as job:
+        run = ProgramRun(program, job, out, lab)
         try:
             until(
                 lambda: run.log().step >= FAULT_STEP or None, _START_SECONDS, f"step {FAULT_STEP} of {program.script}"
@@ -152,16 +174,23 @@ def _figures(run: ProgramRun, strike: Strike, back: float | None) -> Cell:
 # -- results
 
 
-def read_results() -> dict[str, dict[str, Cell]]:
-    """Return the cells of earlier runs, keyed by program and fault."""
-    return dict(json.loads(RECORD.read_text())["programs"]) if RECORD.exists() else {}
+Results = dict[str, dict[str, Cell]]  # keyed by program and fault
 
 
-def write_results(results: Mapping[str, Mapping[str, Cell]]) -> None:
-    RECORD.write_text(json.dumps({"machine": machine(), "programs": results}, indent=1) + "\n")
+def read_results() -> dict[str, Results]:
+    """Return the cells of earlier runs, keyed by kind of cluster."""
+    found = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    return {kind: found.get(kind, {}) for kind in KINDS}
+
+
+def write_results(results: Mapping[str, Results]) -> None:
+    RECORD.write_text(json.dumps({"machine": machine(), **results}, indent=1) + "\n")
     titles = " | ".join(fault.title for name, fault in FAULTS.items() if name != CALM)
-    head = HEAD.format(machine=machine(), titles=titles, lines="---|" * (len(FAULTS) - 1))
-    PAGE.write_text(head + "".join(f"{row(name, results.get(name, {}))}\n" for name in PROGRAMS))
+    page = HEAD.format(machine=machine())
+    for kind, title in KINDS.items():
+        page += TABLE.format(title=title, titles=titles, lines="---|" * (len(FAULTS) - 1))
+        page += "".join(f"{row(name, results[kind].get(name, {}))}\n" for name in PROGRAMS)
+    PAGE.write_text(page)
 
 
 def row(name: str, cells: Mapping[str, Cell]) -> str:
@@ -205,30 +234,42 @@ def main() -> int:
     parser.add_argument(
         "--ranks", type=int, default=2, help="ranks of each of two nodes; cells of another size are dropped"
     )
+    parser.add_argument("--slurm", action="store_true", help="on a real Slurm, started for these runs")
     parser.add_argument("--again", action="store_true", help="repeat cells that have passed")
     parser.add_argument("--keep", action="store_true", help="keep the folders of runs that did not pass")
     parser.add_argument("--folder", type=Path, help="folder for the runs (default: the temporary folder)")
     options = parser.parse_args()
     # On SIGTERM, exit through all `with` blocks, which end everything that they started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    results, missed = read_results(), 0
+    with temporary_lab(MACHINE) if options.slurm else nullcontext() as lab:
+        if lab is not None:
+            os.environ.update(lab.environment())
+            lab.ask("scontrol", "update", "partition=low", "gracetime=60")  # what a preempted job has for a save
+        return 1 if run_cells(options, lab) else 0
+
+
+def run_cells(options: argparse.Namespace, lab: SlurmLab | None) -> int:
+    """Run the chosen cells, write each result, and return how many did not pass."""
+    every, missed = read_results(), 0
+    results = every["slurm" if lab else "local"]
     for name in options.only:
         program = PROGRAMS[name]
         if program.nodes > 1:
             program = replace(program, ranks=options.ranks)
+        old = results.get(name, {}).items()
         cells = results[name] = {
-            fault: cell for fault, cell in results.get(name, {}).items() if cell["ranks"] == program.ranks
+            fault: cell for fault, cell in old if (cell["ranks"], cell.get("steps")) == (program.ranks, STEPS)
         }
         if program.package and not _is_installed(program.package):
             print(f"{name}: {program.package} is not installed; name its folder in ORCH_FRAMEWORKS", flush=True)
             continue
         for fault in order_faults(options.faults, cells, again=options.again):
-            cells[fault] = run_cell(program, FAULTS[fault], STEPS, options.folder, keep=options.keep)
-            write_results(results)
+            cells[fault] = run_cell(program, FAULTS[fault], options.folder, lab, keep=options.keep)
+            write_results(every)
             missed += not passed(cells[fault])
             print(name, fault, json.dumps(cells[fault]), flush=True)
-    write_results(results)
-    return 1 if missed else 0
+    write_results(every)
+    return missed
 
 
 def order_faults(faults: Sequence[str], cells: Mapping[str, Cell], *, again: bool) -> list[str]:

@@ -9,7 +9,8 @@ from tests.end_to_end.user import User
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(600)]
 
-# Loads the newest checkpoint that its own pointer names, saves every five steps, and appends to a file of its own.
+# Loads the newest checkpoint that its own pointer names, saves every five steps into a folder that rank 0 makes, and
+# appends to a file of its own.
 TRAIN = """
 import os, pathlib, sys, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -36,7 +37,9 @@ for step in range(first + 1, 16):
         log.write(f"{step}\\n")
     if step % 5 == 0:
         place = folder / f"step-{step}"
-        place.mkdir(parents=True, exist_ok=True)
+        if rank == 0:
+            place.mkdir(parents=True, exist_ok=True)
+        dist.barrier()
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step},
                    place / f"rank{rank}.pt")
         dist.barrier()

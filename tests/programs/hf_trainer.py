@@ -12,15 +12,17 @@ from transformers.trainer_utils import get_last_checkpoint
 
 parser = argparse.ArgumentParser()
 parser.add_argument("folder")
-parser.add_argument("--steps", type=int, default=120)
+parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--pause", type=float, default=0.05)
 parser.add_argument("--deepspeed", help="JSON file with DeepSpeed's settings")
+parser.add_argument("--save-strategy", default="steps", help="every ten steps, or every epoch, which has ten steps too")
 args = parser.parse_args()
 
 
 class Tokens(Dataset):
     def __init__(self):
-        self.rows = torch.randint(64, (400, 16), generator=torch.Generator().manual_seed(7))
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        self.rows = torch.randint(64, (20 * ranks, 16), generator=torch.Generator().manual_seed(7))
 
     def __len__(self):
         return len(self.rows)
@@ -50,8 +52,9 @@ def main():
         num_key_value_heads=2,
     )  # fmt: skip
     arguments = TrainingArguments(
-        output_dir=args.folder, max_steps=args.steps, save_steps=10, logging_steps=1, per_device_train_batch_size=2,
-        use_cpu=True, report_to=[], disable_tqdm=True, seed=1, learning_rate=1e-3, deepspeed=args.deepspeed,
+        output_dir=args.folder, max_steps=args.steps, save_steps=10, save_strategy=args.save_strategy, logging_steps=1,
+        per_device_train_batch_size=2, use_cpu=True, report_to=[], disable_tqdm=True, seed=1, learning_rate=1e-3,
+        deepspeed=args.deepspeed,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     trainer = Trainer(model=model, args=arguments, train_dataset=Tokens(), callbacks=[Report()])

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 parser = argparse.ArgumentParser()
 parser.add_argument("folder")
-parser.add_argument("--steps", type=int, default=120)
+parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--pause", type=float, default=0.05)
 parser.add_argument("--nodes", type=int, default=2)
 parser.add_argument("--devices", type=int, default=2)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 parser = argparse.ArgumentParser()
 parser.add_argument("--save")
 parser.add_argument("--load")
-parser.add_argument("--train-iters", "--steps", type=int, default=120)
+parser.add_argument("--train-iters", "--steps", type=int, default=60)
 parser.add_argument("--save-interval", type=int, default=10)
 parser.add_argument("--exit-signal-handler", action="store_true")
 parser.add_argument("--pause", type=float, default=0.05)

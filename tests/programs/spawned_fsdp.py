@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 parser = argparse.ArgumentParser()
 parser.add_argument("folder")
-parser.add_argument("--steps", type=int, default=120)
+parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--pause", type=float, default=0.05)
 parser.add_argument("--world", type=int, default=2)
 parser.add_argument("--port", type=int, default=12355)

@@ -237,6 +237,10 @@ class SlurmLab:
             command, env=environ, capture_output=True, text=True, errors="replace", timeout=timeout, check=False
         )
 
+    def nodes_without_daemon(self) -> list[str]:
+        """Return the nodes that have been killed and not started again."""
+        return [node for node in self.nodes if f"slurmd-{node}" not in self.pids]
+
     def node_state(self, node: str) -> str:
         return self.ask("sinfo", "-h", "-N", "-n", node, "-p", "low", "-o", "%t").stdout.strip()
 

@@ -26,9 +26,10 @@ if __name__ == "__main__":  # started by its path, so orch's packages are not im
     sys.path[:] = [str(Path(__file__).resolve().parents[3]), *sys.path[1:]]
 
 from trainer.agent.user_command import trial
+from trainer.agent.user_command.private_view import ViewError
 from trainer.agent.user_command.restored_states import RestoredRanks, compare_losses, read_restored
 from trainer.agent.user_command.sealing import Verdict, verify_seal
-from trainer.agent.user_command.trial import Trial, first_rank, read_trial
+from trainer.agent.user_command.trial import Trial, enter_namespaces, first_rank, read_trial
 from trainer.protocol.checkpoint_seal import list_files
 from trainer.protocol.events import EventKind, EventLog
 from trainer.protocol.failures.outcome import ExitCode
@@ -100,9 +101,10 @@ def run_test(arguments: list[str], scratch: Path) -> int:
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(find_fault, checkpoint, order if rank == 0 else None)
         if trains:
-            program = ["unshare", "-rm", sys.executable, trial.__file__, str(scratch), *arguments[1:]]
-            shielded = can_unshare()
-            code = run_program(program, inherit_files()) if shielded else 1
+            made, code = run_trial(
+                [sys.executable, trial.__file__, str(scratch), os.getcwd(), *arguments[1:]], attempt, rank
+            )
+            shielded = not made.refused
         else:
             shielded = can_shield(checkpoint)
             prefix = ["unshare", "-rm", "sh", "-c", _READ_ONLY, str(checkpoint)] if shielded else []
@@ -123,7 +125,6 @@ def run_test(arguments: list[str], scratch: Path) -> int:
     if fault:
         found = Outcome.CORRUPT, f"{checkpoint.name} {fault}"
     elif trains and order is not None:
-        made = _read_trial(attempt, rank) if shielded else Trial(refused="no namespaces of its own (unshare -rm)")
         evidence["trained_steps"] = made.steps
         losses = compare_losses(RunDir(Path(order.run_dir)), attempt, str(checkpoint))
         report = Report(test=run.name, rank=rank, name=checkpoint.name, restored=restored, losses=losses)
@@ -144,11 +145,17 @@ def _give_up(attempt: AttemptDir, rank: int, why: str) -> int:
     return ExitCode.RETRY
 
 
-def _read_trial(attempt: AttemptDir, rank: int) -> Trial:
+def run_trial(words: list[str], attempt: AttemptDir, rank: int) -> tuple[Trial, int]:
+    """Run the own command in the node's namespaces, and return its result and exit code."""
+    if not can_unshare():
+        return Trial(refused="no namespaces of its own (unshare -rm)"), 1
     try:
-        return read_trial(attempt, rank)
+        code = run_program([*enter_namespaces(attempt), *words], inherit_files())
+        return (read_trial(attempt, rank) if code >= 0 else Trial()), code
+    except ViewError as error:
+        return Trial(refused=str(error)), 1
     except (OSError, ValueError) as error:
-        return Trial(refused=f"the test's own process failed: {error}")
+        return Trial(refused=f"the test's own process failed: {error}"), 1
 
 
 def find_fault(checkpoint: Path, order: RestoreTestOrder | None) -> str:

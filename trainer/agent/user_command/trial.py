@@ -1,10 +1,12 @@
 """Starts a run's own command from one of its checkpoints, and stops it after some steps. It keeps nothing it writes.
 
-    unshare -rm python trial.py SCRATCH COMMAND [ARGUMENT ...]      started by `restore_program.py`, once per rank or
-                                                                    launcher; SCRATCH is a folder of this node
+    python trial.py SCRATCH FOLDER COMMAND [ARGUMENT ...]   started by `restore_program.py`, once per rank or launcher,
+                                                            in the namespaces of its node. SCRATCH is a folder of this
+                                                            node, FOLDER the working folder.
 
-The command sees no newer checkpoint than the one under test, and only temporary folders can be changed. Every process
-waits until all ranks have trained, so that none loses its peers before.
+The command sees no newer checkpoint than the one under test, and only temporary folders can be changed. The first
+process of a node makes this view, and the others join it. Every process waits until all ranks have trained, so that
+none loses its peers before.
 """
 
 import errno
@@ -32,12 +34,13 @@ from trainer.protocol.command_progress import AUTO, CommandCheckpointsConfig
 from trainer.protocol.config import load
 from trainer.protocol.plain_data import build
 from trainer.protocol.rank_progress.progress import ProgressCell
-from trainer.protocol.restore_test import CHECKPOINT_VARIABLE, read_order
+from trainer.protocol.restore_test import CHECKPOINT_VARIABLE, RestoreTestOrder, read_order
 from trainer.protocol.run_dir import AttemptDir, RunDir
 
 PAUSE = 0.2
 """Seconds between two readings of the ranks' steps."""
 _MOST_NEWER = 1000
+_VIEW_SECONDS, _OTHERS_SECONDS = 120.0, 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,27 +69,64 @@ def first_rank() -> int:
     return int(environ.get("RANK") or int(environ.get("NODE_RANK", "0")) * int(environ.get("NPROC_PER_NODE", "1")))
 
 
-def main(scratch: Path, command: list[str]) -> int:
+def enter_namespaces(attempt: AttemptDir) -> list[str]:
+    """Return the words that start a process in its node's namespaces; the first process of a node makes them.
+
+    The others wait for it. Raises ViewError if it cannot make them.
+    """
+    if is_first_of_node():
+        return ["unshare", "-rm"]
+    until = time.monotonic() + _VIEW_SECONDS
+    while not (file := _view_file(attempt)).exists():
+        if time.monotonic() > until:
+            raise ViewError(f"the first process of this node made no view within {_VIEW_SECONDS:.0f} s")
+        time.sleep(PAUSE)
+    made = read_json(file)
+    if made["refused"]:
+        raise ViewError(str(made["refused"]))
+    return ["nsenter", "--preserve-credentials", "-U", "-m", "-t", str(made["pid"])]
+
+
+def is_first_of_node() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def _view_file(attempt: AttemptDir) -> Path:
+    return attempt.outcomes / f"view-{first_rank() - int(os.environ.get('LOCAL_RANK', '0')):05d}.json"
+
+
+def main(scratch: Path, folder: Path, command: list[str]) -> int:
     run = RunDir(Path(os.environ["ORCH_RUN_DIR"]))
     attempt, order = run.attempt(int(os.environ["ORCH_ATTEMPT"])), read_order(run)
-    checkpoint = Path(os.environ[CHECKPOINT_VARIABLE])
     assert order is not None
-    cells, folder = _share_cells(), os.getcwd()
+    cells = _share_cells()
+    if is_first_of_node():
+        refused = make_view(folder, Path(os.environ[CHECKPOINT_VARIABLE]), order, run.path, scratch)
+        write_durably(_view_file(attempt), json.dumps({"pid": os.getpid(), "refused": refused}).encode())
+        if refused:
+            _write(attempt, Trial(refused=refused))
+            return 1
+    os.chdir(folder)  # into the overlay
+    code = train(command, cells, order.steps, attempt)
+    if code == 0 and is_first_of_node():
+        _await_others(attempt)
+    if code < 0:  # it was killed
+        os.kill(os.getpid(), signal.Signals(-code))
+    return code
+
+
+def make_view(folder: Path, checkpoint: Path, order: RestoreTestOrder, run: Path, scratch: Path) -> str:
+    """Make what the node's processes see. Return why not, or ""."""
     try:
         if other := find_other_rank(checkpoint.parent):
             raise ViewError(f"each rank has a checkpoint folder of its own, such as {other}")
-        make_private([folder, os.path.expanduser("~"), checkpoint.parent], checkpoint.parent, [run.path], scratch)
+        make_private([folder, Path.home(), checkpoint.parent], checkpoint.parent, [run], scratch)
         hide_newer(checkpoint, order.step, find_config(RunDir(Path(order.run_dir))))
     except (ViewError, OSError) as error:
         foreign = isinstance(error, OSError) and error.errno == errno.EOVERFLOW
         why = f"{checkpoint.parent} belongs to another user or group, which a user namespace cannot write"
-        _write(attempt, Trial(refused=why if foreign else str(error)))
-        return 1
-    os.chdir(folder)  # into the overlay
-    code = train(command, cells, order.steps, attempt)
-    if code < 0:  # it was killed
-        os.kill(os.getpid(), signal.Signals(-code))
-    return code
+        return why if foreign else str(error)
+    return ""
 
 
 def _share_cells() -> list[ProgressCell]:
@@ -172,6 +212,14 @@ def _all_have_trained(attempt: AttemptDir) -> bool:
     return sum(name.startswith("trial-") for name in os.listdir(attempt.outcomes)) >= processes
 
 
+def _await_others(attempt: AttemptDir) -> None:
+    """Wait until the commands of this node's other ranks have ended; what they have written is deleted then."""
+    first, until = first_rank(), time.monotonic() + _OTHERS_SECONDS
+    others = range(first + 1, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    while time.monotonic() < until and not all(trial_file(attempt, rank).exists() for rank in others):
+        time.sleep(PAUSE)
+
+
 def _write(attempt: AttemptDir, trial: Trial) -> None:
     write_durably(trial_file(attempt, first_rank()), json.dumps(asdict(trial)).encode())
 
@@ -190,4 +238,4 @@ def _kill_all() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]))

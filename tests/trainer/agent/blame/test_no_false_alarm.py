@@ -1,6 +1,7 @@
 """A real job with all that may legally be slow: nobody is blamed, nothing is killed."""
 
 import itertools
+import os
 import random
 import subprocess
 import sys
@@ -25,6 +26,11 @@ SLOW = {"hang-in-data": 6.0, "hang-in-forward": 6.0, "hang-in-save": 25.0}
 STEP = 0.06
 """Seconds that ranks sleep in the steps between, which would use the processors meanwhile."""
 EVERY = 100
+HOG = """
+import os, sys
+while os.getppid() == int(sys.argv[1]): pass
+"""
+"""Program that never rests, until the test's process has ended."""
 
 
 def slow_phases(kinds: list[str]) -> list[dict[str, Any]]:
@@ -41,7 +47,7 @@ def busy(programs: int) -> Iterator[None]:
     """So many programs that never rest."""
     with ExitStack() as stack:
         for _ in range(programs):
-            program = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+            program = stack.enter_context(subprocess.Popen([sys.executable, "-c", HOG, str(os.getpid())]))
             stack.callback(program.kill)
         yield
 

@@ -1,6 +1,8 @@
 """Restore tests on the real Slurm: separate jobs of other sizes, started by a tick or by the daemon."""
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,3 +133,27 @@ def test_fifty_healthy_checkpoints_are_restored(
         done = user.ask(*words, timeout=400)
         assert {test["verdict"] for test in done} == {"RESTORED"}, done
     record_property("restore tests on Slurm", 50)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("launcher", ["python", "torchrun"])
+def test_an_unchanged_program_restores_on_two_nodes_and_keeps_nothing(user: User, launcher: str) -> None:
+    script, out = Path(__file__).parents[1] / "programs" / "plain_ddp.py", user.folder / "out"
+    words = [
+        sys.executable,
+        *(["-m", "torch.distributed.run"] if launcher == "torchrun" else []),
+        str(script),
+        str(out),
+    ]
+    command = ",".join(f"'{word}'" for word in [*words, "--steps", "40"])
+    settings = [f"cluster.{key}" for key in ("nodes=2", "ranks_per_node=1", "cpus_per_task=2", "time=10")]
+    run = user.submit("torchrun-script", f"command=[{command}]", *settings, "restore_tests.every=off")["run"]
+    assert user.wait(run) == 0
+    user.until(lambda: len(user.ask("ckpt", "ls", run)) == 4, 60, "its checkpoints")
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+    done = user.run("ckpt", "restore-test", f"{run}@20", "--wait")
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = " ".join(done.stdout.split())
+    assert "the rank that saved has the parameters of ckpt_20.pt, bit for bit" in said
+    assert "the command continued from step 20 and trained" in said
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == before

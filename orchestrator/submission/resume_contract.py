@@ -56,9 +56,9 @@ _TERMS: Mapping[Term, str] = {
     _FOLDER: "name cluster.kind cluster.root",
     Term(Rule.REFUSED, "another class has different state; submit a new run"): "workload.target",
     _RECIPE: """
-        workload.args model.rope_theta model.norm_eps model.experts.per_token model.experts.balance_rate
-        optimizer.lr optimizer.min_lr_ratio optimizer.warmup_steps optimizer.weight_decay optimizer.clip_norm
-        train.dtype
+        workload.args model.rope_theta model.rope_scaling model.attention.window model.norm_eps model.experts.per_token
+        model.experts.scores model.experts.balance_rate optimizer.lr optimizer.min_lr_ratio optimizer.warmup_steps
+        optimizer.weight_decay optimizer.clip_norm train.dtype
     """,
     _CODE: "workload.path command launcher",
     Term(Rule.REFUSED, "whether the code is copied was decided when the run was submitted"): "workload.snapshot",
@@ -83,7 +83,8 @@ _TERMS: Mapping[Term, str] = {
     _STACK: "cluster.python cluster.stage.archive cluster.stage.sha256",
     _SHAPE: """
         model.vocab_size model.dim model.layers model.heads model.kv_heads model.ffn_dim model.tie_embeddings
-        model.experts.count model.experts.ffn_dim
+        model.attention.head_dim model.attention.qkv_bias model.attention.qk_norm model.experts.count
+        model.experts.ffn_dim
     """,
     Term(Rule.ACCEPT, "the learning rate follows the new number of steps"): "train.steps",
     _OTHER_DATA: "train.seed train.seq_len data.text data.shuffle validation.batches",

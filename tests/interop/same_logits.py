@@ -2,7 +2,7 @@
 
 LIBRARIES has `transformers` and what it needs, NumPy too, which no process has whose fork this is. FOLDER/cases/NAME/hf
 is an export of ours, NAME/ours.pt our tokens, logits and tensors under Hugging Face's names. Made here:
-FOLDER/foreign/hf, a model that `transformers` saved in several files, and its tokens and logits.
+FOLDER/foreign/KIND/hf, models that `transformers` saved in several files, and their tokens and logits.
 """
 
 import json
@@ -35,17 +35,35 @@ def compared(case: Path) -> dict[str, float | int | bool]:
     }
 
 
-def make_foreign(folder: Path) -> None:
+SIZES = {
+    "vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 1, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "initializer_range": 0.3,
+}  # fmt: skip
+PLAIN = {"rope_type": "default", "rope_theta": 5e4}
+LLAMA3 = {
+    **PLAIN, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+FOREIGN = {
+    "llama": {"rope_parameters": LLAMA3},
+    "mistral": {"rope_parameters": PLAIN, "sliding_window": 11, "head_dim": 16},
+    "mixtral": {"rope_parameters": PLAIN, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2": {"rope_parameters": PLAIN, "tie_word_embeddings": True},
+    "qwen3": {"rope_parameters": PLAIN, "head_dim": 16},
+}
+"""Small models, keyed by `model_type`."""
+
+
+def make_foreign(folder: Path, kind: str) -> None:
     """A small model of `transformers`' own, whose vocabulary is not a multiple of 64."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=100, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=1, max_position_embeddings=64, rope_parameters={"rope_type": "default", "rope_theta": 5e4},
-        rms_norm_eps=1e-6, initializer_range=0.3,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **FOREIGN[kind]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()  # zeros at first
     model.save_pretrained(folder / "hf", max_shard_size="20KB")
     tokens = torch.randint(0, 100, (2, 64))
     with torch.no_grad():
@@ -57,7 +75,8 @@ def main() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     sys.path.insert(0, libraries)
     sys.modules.pop("numpy", None)
-    (folder / "foreign").mkdir()
-    make_foreign(folder / "foreign")
+    for kind in FOREIGN:
+        (folder / "foreign" / kind).mkdir(parents=True)
+        make_foreign(folder / "foreign" / kind, kind)
     found = {case.name: compared(case) for case in sorted((folder / "cases").iterdir())}
     sys.stdout.write(json.dumps(found) + "\n")

@@ -36,13 +36,16 @@ def parameters(config: ModelConfig) -> Iterator[Parameter]:
 
 
 def _of_layer(config: ModelConfig) -> Iterator[Parameter]:
-    width = config.dim // config.heads
+    width = config.head_width
     queries, keys = config.heads * width, config.kv_heads * width
     yield Parameter(name="attention_norm.weight", shape=(config.dim,))
-    yield Parameter(name="attention.wq.weight", shape=(queries, config.dim), tp_dim=0)
-    yield Parameter(name="attention.wk.weight", shape=(keys, config.dim), tp_dim=0)
-    yield Parameter(name="attention.wv.weight", shape=(keys, config.dim), tp_dim=0)
+    for name, rows in (("wq", queries), ("wk", keys), ("wv", keys)):
+        yield Parameter(name=f"attention.{name}.weight", shape=(rows, config.dim), tp_dim=0)
+        if config.attention.qkv_bias:
+            yield Parameter(name=f"attention.{name}.bias", shape=(rows,), tp_dim=0)
     yield Parameter(name="attention.wo.weight", shape=(config.dim, queries), tp_dim=1)
+    for name in ("q_norm", "k_norm") if config.attention.qk_norm else ():
+        yield Parameter(name=f"attention.{name}.weight", shape=(width,))
     yield Parameter(name="ffn_norm.weight", shape=(config.dim,))
     yield from _experts(config) if config.experts.count else _feed_forward(config)
 
@@ -89,14 +92,23 @@ of MI250X are per die, because each die is a device.
 def flops_per_token(model: ModelConfig, seq_len: int) -> float:
     """Return the FLOPs per token of the forward and backward passes, counted as in PaLM.
 
-    Chowdhery et al. 2022, appendix B: 6 per matrix weight, plus attention without a discount for the causal
-    mask. Recomputation is not counted. Queries have `heads` heads, keys and values `kv_heads`; norms, rotary embedding
-    and the embedding lookup count as zero.
+    Chowdhery et al. 2022, appendix B: 6 per matrix weight, plus attention without a discount for the causal mask; a
+    sliding window counts as the length of the sequence. Recomputation is not counted. Queries have `heads` heads, keys
+    and values `kv_heads`; norms, rotary embedding and the embedding lookup count as zero.
     """
-    width = model.dim // model.heads
-    attention = 2 * model.dim * model.heads * width + 2 * model.dim * model.kv_heads * width
+    attention = attention_weights(model)
     weights = model.layers * (attention + feed_forward_weights(model)) + model.dim * model.vocab_size
-    return 6.0 * weights + 12.0 * model.layers * model.heads * width * seq_len
+    return 6.0 * weights + model.layers * attention_flops(model, seq_len)
+
+
+def attention_weights(model: ModelConfig) -> int:
+    """Count a layer's weights of attention."""
+    return 2 * model.dim * (model.heads + model.kv_heads) * model.head_width
+
+
+def attention_flops(model: ModelConfig, seq_len: int) -> float:
+    """Return a layer's FLOPs per token for scores and mixed values, forward and backward."""
+    return 12.0 * model.heads * model.head_width * (model.window(seq_len) or seq_len)
 
 
 def feed_forward_weights(model: ModelConfig) -> int:

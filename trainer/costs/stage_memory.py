@@ -152,7 +152,7 @@ def _stages(config: JobConfig, rank: int) -> Iterator[_StageBytes]:
     tokens = config.train.seq_len * micro_batch_size(
         parallel.pipeline, config.train, parallel.data_parallel_size(world)
     )
-    width, keys, rows = model.dim, model.kv_heads * model.dim // model.heads, model.embedding_rows // tp
+    width, keys, rows = model.dim, model.kv_heads * model.head_width, model.embedding_rows // tp
     inner = feed_forward_memory(model, tokens, tp, parallel.ep)
     layer = (6 * width + 2 * keys + model.heads + 2) // tp + width + inner.kept
     split = (3 * width + 2 * keys) // tp + inner.split

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
-from trainer.costs.model_flops import Parameter, feed_forward_weights
+from trainer.costs.model_flops import Parameter, attention_flops, attention_weights, feed_forward_weights
 from trainer.protocol.config_sections.pipeline_config import PipelineConfig, Schedule
 from trainer.protocol.config_sections.recipe_config import ModelConfig, TrainConfig
 
@@ -45,9 +45,8 @@ class LayerCosts:
 
 def modelled_costs(model: ModelConfig, train: TrainConfig) -> LayerCosts:
     """Return costs in FLOPs, counted as in `flops_per_token`, plus a second forward pass for recomputed layers."""
-    width = model.dim // model.heads
-    attention = 2 * model.dim * model.heads * width + 2 * model.dim * model.kv_heads * width
-    layer = 6.0 * (attention + feed_forward_weights(model)) + 12.0 * model.heads * width * train.seq_len
+    weights = attention_weights(model) + feed_forward_weights(model)
+    layer = 6.0 * weights + attention_flops(model, train.seq_len)
     return LayerCosts(
         embedding=0.0,
         layers=tuple(

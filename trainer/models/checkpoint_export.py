@@ -24,6 +24,7 @@ from checkpointing.format.manifest import TensorInfo
 from checkpointing.storage.backends import Storage
 from checkpointing.storage.digests import digest
 from trainer.models import hugging_face
+from trainer.models.expert_stacks import SplitExperts, any_moves, expert_name
 from trainer.models.weights_import import PROVENANCE, PROVENANCE_SCHEMA, TORCH_FILE, ImportSource
 from trainer.protocol.config import JobConfig
 from trainer.worker.saved_state.checkpoint_contents import SHARED_NAMES, buffers_name
@@ -111,7 +112,8 @@ def export(
             done = write_torch(source, wanted, draft, name=TORCH_FILE, nest=nest, progress=progress)
         else:
             wanted = _safetensors_names(source, request)
-            done = write_safetensors(source, wanted, draft, largest=request.largest, progress=progress)
+            split = SplitExperts(source)
+            done = write_safetensors(split, wanted, draft, largest=request.largest, progress=progress)
             if request.has_built_in_model:
                 assert request.config is not None
                 kind = str(wanted[0].dtype).removeprefix("torch.")
@@ -132,20 +134,37 @@ def _safetensors_names(source: SealedCheckpoint, request: ExportRequest) -> list
     model = model_keys(source)
     if request.has_built_in_model:
         assert request.config is not None
-        if request.config.model.experts.count:
-            raise CheckpointRefused(
-                source.manifest.name, "has experts, for which Llama's files have no names: use --to torch"
-            )
+        if hugging_face.find_architecture(request.config.model) is None:
+            why = "has features that no model of transformers has together, such as model.experts.scores=sigmoid"
+            raise CheckpointRefused(source.manifest.name, f"{why}: use --to torch")
+        if any_moves(source, model):
+            why = "has experts that were balanced by biases of the router, which Mixtral lacks: use --to torch"
+            raise CheckpointRefused(source.manifest.name, why)
         theirs = hugging_face.names(request.config.model)
         if theirs.keys() != model.keys():
             odd = sorted(theirs.keys() ^ model.keys())[0]
             raise CheckpointRefused(
                 source.manifest.name, f"does not contain the built-in model of its configuration: {odd}"
             )
-        model = {theirs[name]: model[name] for name in theirs}
-    else:
-        model |= further_names(source, model)  # strict loading requires every name
+        return list(_expert_by_expert(source, {theirs[name]: model[name] for name in theirs}, request))
+    model |= further_names(source, model)  # strict loading requires every name
     return [ExportedTensor(key=key, name=name, dtype=_dtype(source, key, request)) for name, key in model.items()]
+
+
+def _expert_by_expert(
+    source: SealedCheckpoint, model: Mapping[str, str], request: ExportRequest
+) -> Iterator[ExportedTensor]:
+    """Yield the tensors, keyed by their names in files; stacks of experts become single matrices."""
+    for name, key in model.items():
+        if key.endswith("router.moves"):
+            continue
+        if name.rpartition(".")[0].endswith(".experts"):
+            for expert in range(source.shape(key)[0]):
+                yield ExportedTensor(
+                    key=f"{key}#{expert}", name=expert_name(name, expert), dtype=_dtype(source, key, request)
+                )
+        else:
+            yield ExportedTensor(key=key, name=name, dtype=_dtype(source, key, request))
 
 
 def _torch_names(source: SealedCheckpoint, request: ExportRequest) -> list[ExportedTensor]:
@@ -206,7 +225,7 @@ def _provenance(
                 "key": w.key,
                 "dtype": str(w.dtype).removeprefix("torch."),
                 "fingerprint": done.fingerprints[w.name],
-                "converted": w.dtype != source.dtype(w.key),
+                "converted": w.dtype != source.dtype(w.key.partition("#")[0]),
             }
             for w in wanted
         },

@@ -4,9 +4,10 @@ Both models rotate the halves of a head against each other, so weights need only
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from trainer.protocol.config_sections.recipe_config import ModelConfig
+from trainer.protocol.config_sections.recipe_config import ModelConfig, RopeScalingConfig
 
 _OUTSIDE_LAYERS = {
     "embedding.weight": "model.embed_tokens.weight",
@@ -24,12 +25,53 @@ _INSIDE_LAYERS = {
     "feed_forward.w2.weight": "mlp.down_proj.weight",
     "feed_forward.w3.weight": "mlp.up_proj.weight",
 }
-_REQUIRED = {
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
+_BIASES = {f"attention.w{part}.bias": f"self_attn.{part}_proj.bias" for part in "qkv"}
+_HEAD_NORMS = {f"attention.{part}_norm.weight": f"self_attn.{part}_norm.weight" for part in "qk"}
+_EXPERTS = {
+    "feed_forward.router.weight": "block_sparse_moe.gate.weight",
+    "feed_forward.router.moves": "block_sparse_moe.moves",
+    **{f"feed_forward.experts.{matrix}": f"block_sparse_moe.experts.{matrix}" for matrix in ("w1", "w2", "w3")},
 }
+"""Names as `expert_stacks.py` has them; files have one matrix for each expert, and no adjustments."""
+_REQUIRED = {"hidden_act": "silu", "mlp_bias": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A class of `transformers` that computes what the built-in model computes with these settings."""
+
+    model_type: str
+    name: str
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    windows: bool = False
+    """Whether it can have a sliding window."""
+    has_experts: bool = False
+
+
+ARCHITECTURES = (
+    Architecture(model_type="llama", name="LlamaForCausalLM"),
+    Architecture(model_type="mistral", name="MistralForCausalLM", windows=True),
+    Architecture(model_type="mixtral", name="MixtralForCausalLM", windows=True, has_experts=True),
+    Architecture(model_type="qwen2", name="Qwen2ForCausalLM", qkv_bias=True),
+    Architecture(model_type="qwen3", name="Qwen3ForCausalLM", qk_norm=True),
+)
+
+
+def find_architecture(config: ModelConfig) -> Architecture | None:
+    """Return the first architecture with the model's features, or None."""
+
+    def fits(one: Architecture) -> bool:
+        has_experts = config.experts.count > 0
+        alike = (one.qkv_bias, one.qk_norm, one.has_experts) == (
+            config.attention.qkv_bias,
+            config.attention.qk_norm,
+            has_experts,
+        )
+        return alike and (one.windows or not config.attention.window)
+
+    sigmoid = config.experts.count > 0 and config.experts.scores != "softmax"
+    return None if sigmoid else next(filter(fits, ARCHITECTURES), None)
 
 
 def names(config: ModelConfig) -> dict[str, str]:
@@ -37,9 +79,16 @@ def names(config: ModelConfig) -> dict[str, str]:
     found = dict(_OUTSIDE_LAYERS)
     if config.tie_embeddings:
         del found["output.weight"]
+    inside = (
+        _INSIDE_LAYERS
+        | (_BIASES if config.attention.qkv_bias else {})
+        | (_HEAD_NORMS if config.attention.qk_norm else {})
+    )
+    if config.experts.count:
+        inside = {mine: their for mine, their in inside.items() if not mine.startswith("feed_forward")} | _EXPERTS
     for layer in range(config.layers):
         ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
-        found.update({ours + mine: theirs + their for mine, their in _INSIDE_LAYERS.items()})
+        found.update({ours + mine: theirs + their for mine, their in inside.items()})
     return found
 
 
@@ -49,24 +98,37 @@ def is_unneeded(name: str, config: ModelConfig) -> bool:
 
 
 def config_json(config: ModelConfig, *, seq_len: int, dtype: str) -> dict[str, Any]:
-    """Return `config.json` for `transformers`; its vocabulary includes the padding, so that all logits match."""
+    """Return `config.json` for `transformers`; its vocabulary includes the padding, so that all logits match.
+
+    The model has an architecture (`find_architecture`).
+    """
+    architecture = find_architecture(config)
+    assert architecture is not None
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta, **_rope_json(config.rope_scaling)}
+    window = {"sliding_window": config.attention.window or None} if architecture.windows else {}
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [architecture.name],
+        "model_type": architecture.model_type,
         "vocab_size": config.embedding_rows,
         "hidden_size": config.dim,
-        "intermediate_size": config.ffn_dim,
+        "intermediate_size": config.experts.ffn_dim if architecture.has_experts else config.ffn_dim,
         "num_hidden_layers": config.layers,
         "num_attention_heads": config.heads,
         "num_key_value_heads": config.kv_heads,
-        "head_dim": config.dim // config.heads,
+        "head_dim": config.head_width,
+        **window,
+        **(
+            {"num_local_experts": config.experts.count, "num_experts_per_tok": config.experts.per_token}
+            if architecture.has_experts
+            else {}
+        ),
         "max_position_embeddings": seq_len,
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
         # Two keys for the same value: release 5 reads the second one, and older releases read the first.
         "rope_theta": config.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-        "rope_scaling": None,
+        "rope_parameters": rope,
+        "rope_scaling": _rope_json(config.rope_scaling) or None,
         "tie_word_embeddings": config.tie_embeddings,
         "attention_bias": False,
         "mlp_bias": False,
@@ -78,21 +140,45 @@ def config_json(config: ModelConfig, *, seq_len: int, dtype: str) -> dict[str, A
     }
 
 
+def _rope_json(scaling: RopeScalingConfig) -> dict[str, Any]:
+    if scaling.kind == "none":
+        return {}
+    found: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "llama3":
+        found |= {
+            "low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_length,
+        }  # fmt: skip
+    return found
+
+
 def mismatches(theirs: Mapping[str, Any], config: ModelConfig) -> Iterator[tuple[str, str]]:
     """Yield each setting of a foreign `config.json` that does not fit, with the override that fixes it (or "")."""
-    if config.experts.count:
-        yield "it has no experts, like every Llama", "model.experts.count=0"
+    kind = theirs.get("model_type", "llama")
+    architecture = next((one for one in ARCHITECTURES if one.model_type == kind), None)
+    if architecture is None:
+        known = ", ".join(one.model_type for one in ARCHITECTURES)
+        yield f"its model_type is {kind!r}; the built-in model supports only {known}", ""
+        return
     for key, wanted in _REQUIRED.items():
-        found = theirs.get(key, wanted)
-        if found != wanted:
+        if (found := theirs.get(key, wanted)) != wanted:
             yield f"its {key} is {found!r}; the built-in model supports only {wanted!r}", ""
-    yield from _rope_mismatches(theirs)
-    heads = theirs.get("num_attention_heads", config.heads)
-    width = theirs.get("head_dim") or theirs.get("hidden_size", config.dim) // max(1, heads)
-    if width * heads != theirs.get("hidden_size", config.dim):
-        yield f"its heads are {width} wide; the built-in model supports only hidden_size / num_attention_heads", ""
-    for key, field, value in _sizes(theirs):
-        mine = getattr(config, field)
+    if theirs.get("attention_bias") and not architecture.qkv_bias:
+        yield "its attention_bias is True; the built-in model has none after attention", ""
+    for field, value in (("qkv_bias", architecture.qkv_bias), ("qk_norm", architecture.qk_norm)):
+        if value != getattr(config.attention, field):
+            key = f"model.attention.{field}"
+            yield f"{architecture.name} needs {key}", f"{key}={str(value).lower()}"
+    yield from _rope_mismatches(theirs, config.rope_scaling)
+    if not architecture.has_experts and config.experts.count:
+        yield f"{architecture.name} has no experts", "model.experts.count=0"
+    if architecture.has_experts and config.experts.scores != "softmax":
+        yield f"{architecture.name} weights experts by a softmax", "model.experts.scores=softmax"
+    for key, field, value in _sizes(theirs, architecture):
+        section, _, name = field.rpartition(".")
+        mine = getattr(getattr(config, section) if section else config, name)
+        if name == "head_dim":
+            mine = config.head_width
         if value is not None and value != mine:
             setting = str(value).lower() if isinstance(value, bool) else value
             yield f"its {key} is {value}, model.{field} is {mine}", f"model.{field}={setting}"
@@ -103,21 +189,55 @@ def mismatches(theirs: Mapping[str, Any], config: ModelConfig) -> Iterator[tuple
         yield mismatch, f"model.vocab_size={vocabulary}"
 
 
-def _sizes(theirs: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+def _sizes(theirs: Mapping[str, Any], architecture: Architecture) -> Iterator[tuple[str, str, Any]]:
     yield "hidden_size", "dim", theirs.get("hidden_size")
     yield "num_hidden_layers", "layers", theirs.get("num_hidden_layers")
     yield "num_attention_heads", "heads", theirs.get("num_attention_heads")
     yield "num_key_value_heads", "kv_heads", theirs.get("num_key_value_heads", theirs.get("num_attention_heads"))
-    yield "intermediate_size", "ffn_dim", theirs.get("intermediate_size")
+    yield "head_dim", "attention.head_dim", _head_dim(theirs)
+    inner = theirs.get("intermediate_size")
+    if architecture.has_experts:
+        yield "num_local_experts", "experts.count", theirs.get("num_local_experts")
+        yield "num_experts_per_tok", "experts.per_token", theirs.get("num_experts_per_tok")
+        yield "intermediate_size", "experts.ffn_dim", inner
+    else:
+        yield "intermediate_size", "ffn_dim", inner
     yield "rms_norm_eps", "norm_eps", theirs.get("rms_norm_eps")
     yield "tie_word_embeddings", "tie_embeddings", theirs.get("tie_word_embeddings")
-    rope = theirs.get("rope_parameters") or {}
-    yield "rope_theta", "rope_theta", rope.get("rope_theta", theirs.get("rope_theta"))
+    yield "sliding_window", "attention.window", _window(theirs)
+    yield "rope_theta", "rope_theta", _rope(theirs).get("rope_theta", theirs.get("rope_theta"))
 
 
-def _rope_mismatches(theirs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for place in ("rope_parameters", "rope_scaling"):
-        rope = theirs.get(place) or {}
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            yield f"its rotary embedding is scaled ({place}: {kind}); the built-in model's is not", ""
+def _head_dim(theirs: Mapping[str, Any]) -> int | None:
+    if given := theirs.get("head_dim"):
+        return int(given)
+    width, heads = theirs.get("hidden_size"), theirs.get("num_attention_heads")
+    return width // heads if width and heads else None
+
+
+def _window(theirs: Mapping[str, Any]) -> int:
+    """Return the sliding window of all layers. Qwen has one only if `use_sliding_window` is set."""
+    return int(theirs.get("sliding_window") or 0) if theirs.get("use_sliding_window", True) else 0
+
+
+def _rope(theirs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings of the rotary embedding, which releases before 5 name `rope_scaling`."""
+    return theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+
+
+def _rope_mismatches(theirs: Mapping[str, Any], mine: RopeScalingConfig) -> Iterator[tuple[str, str]]:
+    rope = _rope(theirs)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "linear", "llama3"):
+        yield f"its rotary embedding is scaled ({kind}); the built-in model supports linear and llama3", ""
+        return
+    wanted: dict[str, Any] = {"kind": "none" if kind == "default" else kind}
+    if kind != "default":
+        wanted["factor"] = rope.get("factor")
+    if kind == "llama3":
+        wanted |= {key: rope.get(key) for key in ("low_freq_factor", "high_freq_factor")}
+        wanted["original_length"] = rope.get("original_max_position_embeddings")
+    for field, value in wanted.items():
+        if value is not None and value != getattr(mine, field):
+            key = f"model.rope_scaling.{field}"
+            yield f"its rotary embedding has {field} {value}, {key} is {getattr(mine, field)}", f"{key}={value}"

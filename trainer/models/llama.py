@@ -1,7 +1,12 @@
-"""The built-in model: a Llama-style decoder (RMSNorm, rotary embedding, SwiGLU, grouped-query attention)."""
+"""The built-in model: a decoder as Llama, Mistral, Qwen 2 and 3 have it.
+
+RMSNorm, rotary embedding, SwiGLU and grouped-query attention, with biases, norms of heads or a sliding window.
+"""
 
 import hashlib
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from trainer.models.mixture_of_experts import MixtureOfExperts, Router
 from trainer.parallel.apply.gradient_buckets import own_part
 from trainer.parallel.apply.layer_wrappers import Recompute, choose_recompute
-from trainer.parallel.apply.sequence_part import SequencePart
-from trainer.protocol.config_sections.recipe_config import ModelConfig, TrainConfig
+from trainer.parallel.apply.sequence_part import SequencePart, causal_attention
+from trainer.protocol.config_sections.recipe_config import ModelConfig, RopeScalingConfig, TrainConfig
 from trainer.worker.workload import WorkloadError
 
 
@@ -76,8 +81,8 @@ def generator(seed: int, name: str) -> torch.Generator:
 def fill(name: str, parameter: torch.Tensor, seed: int, deviation: float | None) -> None:
     """Fill `parameter` with its shard of a normal tensor truncated at three deviations; without one, fill it with 1."""
     local = own_part(parameter)
-    if deviation is None:
-        local.fill_(1.0)
+    if not deviation:
+        local.fill_(1.0 if deviation is None else 0.0)
         return
     # Every rank generates the whole tensor: no communication, and one parameter is small relative to the model.
     full = torch.empty(parameter.shape, dtype=torch.float32)
@@ -95,11 +100,25 @@ def local_shard(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return full
 
 
-def rotary_table(length: int, width: int, theta: float, device: torch.device) -> torch.Tensor:
+def rotary_table(
+    length: int, width: int, theta: float, scaling: RopeScalingConfig, device: torch.device
+) -> torch.Tensor:
     """Return cosines and sines of RoFormer (Su et al. 2021), shape [2, length, width / 2], float32."""
     frequencies = theta ** (-torch.arange(0, width, 2, dtype=torch.float32) / width)
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), scale_frequencies(frequencies, scaling))
     return torch.stack([angles.cos(), angles.sin()]).to(device)
+
+
+def scale_frequencies(frequencies: torch.Tensor, scaling: RopeScalingConfig) -> torch.Tensor:
+    """Return rotary frequencies for longer sequences, as published with Llama 3.1 (`apply_scaling`)."""
+    if scaling.kind == "none":
+        return frequencies
+    low = frequencies / scaling.factor
+    if scaling.kind == "linear":
+        return low
+    turns = scaling.original_length * frequencies / (2 * math.pi)  # in a sequence of pretraining
+    share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    return torch.lerp(low, frequencies, share.clamp(0.0, 1.0))
 
 
 def rotate(heads: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -109,26 +128,28 @@ def rotate(heads: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).type_as(heads)
 
 
-def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return causal attention of [batch, heads, length, width]; `key` and `value` may have fewer heads."""
-    return functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-
-
 class Attention(nn.Module):
     """Causal grouped-query attention; the local weights determine the number of local heads."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, length: int) -> None:
         super().__init__()
-        self.width = config.dim // config.heads
-        self.wq = nn.Linear(config.dim, config.heads * self.width, bias=False)
-        self.wk = nn.Linear(config.dim, config.kv_heads * self.width, bias=False)
-        self.wv = nn.Linear(config.dim, config.kv_heads * self.width, bias=False)
-        self.wo = nn.Linear(config.heads * self.width, config.dim, bias=False)
-        self.attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = causal_attention
+        self.width = config.head_width
+        queries, keys = config.heads * self.width, config.kv_heads * self.width
+        self.wq = nn.Linear(config.dim, queries, bias=config.attention.qkv_bias)
+        self.wk = nn.Linear(config.dim, keys, bias=config.attention.qkv_bias)
+        self.wv = nn.Linear(config.dim, keys, bias=config.attention.qkv_bias)
+        self.wo = nn.Linear(queries, config.dim, bias=False)
+        self.q_norm = nn.RMSNorm(self.width, eps=config.norm_eps) if config.attention.qk_norm else None
+        self.k_norm = nn.RMSNorm(self.width, eps=config.norm_eps) if config.attention.qk_norm else None
+        self.attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = partial(
+            causal_attention, window=config.window(length)
+        )
 
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape
         query, key, value = (project(x).view(batch, length, -1, self.width) for project in (self.wq, self.wk, self.wv))
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
         mixed = self.attend(
             rotate(query, table).transpose(1, 2), rotate(key, table).transpose(1, 2), value.transpose(1, 2)
         )
@@ -153,11 +174,11 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """A pre-norm decoder layer."""
 
-    def __init__(self, config: ModelConfig, *, recompute: Recompute | None) -> None:
+    def __init__(self, config: ModelConfig, length: int, *, recompute: Recompute | None) -> None:
         super().__init__()
         self.recompute = recompute
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.attention = Attention(config)
+        self.attention = Attention(config, length)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.feed_forward = MixtureOfExperts(config) if config.experts.count else FeedForward(config)
 
@@ -186,12 +207,12 @@ class Llama(nn.Module):
         rows = config.embedding_rows
         self.embedding = nn.Embedding(rows, config.dim)
         self.layers = nn.ModuleList(
-            [Block(config, recompute=choose_recompute(number, train)) for number in range(config.layers)]
+            [Block(config, self.seq_len, recompute=choose_recompute(number, train)) for number in range(config.layers)]
         )
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output = nn.Linear(config.dim, rows, bias=False)
         self.tie()
-        self.register_buffer("rotary", torch.empty(2, self.seq_len, config.dim // config.heads // 2), persistent=False)
+        self.register_buffer("rotary", torch.empty(2, self.seq_len, config.head_width // 2), persistent=False)
 
     def tie(self) -> None:
         """Share the embedding with the output again after one of them was replaced."""
@@ -207,8 +228,8 @@ class Llama(nn.Module):
         """Move from the meta device with uninitialized weights."""
         self.to_empty(device=torch.device("cpu") if offload else device)
         self.tie()
-        width = self.config.dim // self.config.heads
-        table = rotary_table(self.seq_len, width, self.config.rope_theta, device)
+        config = self.config
+        table = rotary_table(self.seq_len, config.head_width, config.rope_theta, config.rope_scaling, device)
         self.rotary = table if self.part is None else self.part.select_rows(table)
         for module in self.modules():
             if isinstance(module, Router):
@@ -220,9 +241,11 @@ class Llama(nn.Module):
             fill(name, parameter, seed, self.deviation(name))
 
     def deviation(self, name: str) -> float | None:
-        """Return the standard deviation of a parameter's initial values (Radford et al. 2019), or None for ones."""
+        """Return the deviation of a parameter's initial values (Radford et al. 2019), or None for ones; 0: zeros."""
         if "norm" in name:
             return None
+        if name.endswith(".bias"):
+            return 0.0
         if name.endswith(("wo.weight", "w2.weight", "experts.w2")):
             return 0.02 / float((2 * self.config.layers) ** 0.5)
         return 0.02

@@ -50,18 +50,19 @@ class Routing(NamedTuple):
 
 
 class Router(BalancedRouter):
-    """Linear router whose scores are sigmoids in float32."""
+    """Linear router whose scores are sigmoids, or a softmax over all experts, in float32."""
 
     def __init__(self, dim: int, config: ExpertsConfig) -> None:
         super().__init__()
-        self.per_token, self.rate = config.per_token, config.balance_rate
+        self.per_token, self.rate, self.is_softmax = config.per_token, config.balance_rate, config.scores == "softmax"
         self.weight = nn.Parameter(torch.empty(config.count, dim))
         self.register_buffer("moves", torch.empty(config.count, dtype=torch.int64))
         self.register_buffer("load", torch.empty(config.count, dtype=torch.int64), persistent=False)
 
     def forward(self, tokens: torch.Tensor) -> Routing:
         """Choose experts for `tokens` [tokens, dim]."""
-        scores = functional.linear(tokens.float(), own_weight(self.weight).float()).sigmoid()
+        outputs = functional.linear(tokens.float(), own_weight(self.weight).float())
+        scores = outputs.softmax(dim=-1) if self.is_softmax else outputs.sigmoid()
         chosen = (scores.detach() + self.rate * self.moves).topk(self.per_token, dim=-1).indices
         own = scores.gather(1, chosen)
         load = chosen.flatten().bincount(minlength=len(self.load))

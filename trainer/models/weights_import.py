@@ -1,7 +1,7 @@
 """Import of foreign weights as a run's first checkpoint: names, shapes and dtypes are checked one by one."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from checkpointing.errors import CheckpointRefused
 from checkpointing.format.manifest import TensorInfo
 from checkpointing.storage.durable import read_json
 from trainer.models import hugging_face
+from trainer.models.expert_stacks import StackedExperts
 from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.recipe_config import ModelConfig
 from trainer.worker import workload
@@ -153,6 +154,8 @@ def plan_import(source: ImportSource, config: JobConfig, *, weights_only: bool) 
     wanted = {name: tensor_info(tensor) for name, tensor in ((n, model_tensors(model)[k]) for n, k in keys.items())}
     keys = {name: key if key in shared else f"{buffers_name(0)}{name}" for name, key in keys.items()}
     built_in = config.trains_built_in_workload
+    if built_in and config.model.experts.count and not source.model.tensors.keys() & wanted.keys():
+        source = replace(source, model=StackedExperts(source.model))
     theirs = _their_names(source, wanted, config.model if built_in else None)
     if built_in and source.config is not None:
         found.complaints += hugging_face.mismatches(source.config, config.model)

@@ -73,11 +73,14 @@ class ContextParallelism(Dimension):
             unit = "parallel.cp" if parallel.tp == 1 else "parallel.cp x tp"
             size = parallel.cp * parallel.tp
             yield f"model.heads={heads}: must be a multiple of {unit}={size} for parallel.cp_method=ulysses"
+        if parallel.cp > 1 and job.model.window(job.train.seq_len) and cp_method(heads, parallel) is CpMethod.RING:
+            window = f"model.attention.window={job.model.attention.window}"
+            yield f"{window}: must be 0 with ring attention (parallel.cp_method)"
         if job.train.compile and parallel.cp > 1:
             yield f"train.compile=true with parallel.cp={parallel.cp}: compiled layers cannot share a sequence"
 
     def relaxations(self, job: Recipe) -> Fix:
-        return {"parallel.cp_method": str(CpMethod.AUTO)} if job.parallel.cp_method == CpMethod.ULYSSES else {}
+        return {"parallel.cp_method": str(CpMethod.AUTO)} if job.parallel.cp_method != CpMethod.AUTO else {}
 
 
 CONTEXT = ContextParallelism()

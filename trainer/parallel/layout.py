@@ -48,10 +48,11 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
     """Yield the conflicts between the sizes of a model."""
     if model.heads % model.kv_heads:
         yield f"model.kv_heads={model.kv_heads}: must divide model.heads={model.heads}"
-    if model.dim % model.heads:
+    if model.dim % model.heads and not model.attention.head_dim:
         yield f"model.heads={model.heads}: must divide model.dim={model.dim}"
-    elif (width := model.dim // model.heads) % 2:
-        yield f"model.dim / model.heads = {width}: must be even for the rotary embedding"
+    elif (width := model.head_width) % 2:
+        name = "model.attention.head_dim" if model.attention.head_dim else "model.dim / model.heads"
+        yield f"{name} = {width}: must be even for the rotary embedding"
 
 
 SHOWN = 3

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from checkpointing.engine.interchange.importer import (
 from checkpointing.engine.state.fingerprints import combine, partial
 from checkpointing.engine.state.layout import placeholder_tensor, without_checksums
 from checkpointing.errors import CheckpointRefused
-from checkpointing.format.manifest import FINGERPRINTS, TensorInfo
+from checkpointing.format.manifest import FINGERPRINTS, Manifest, TensorInfo
 from checkpointing.format.safetensors import lay_out
 from checkpointing.format.torch_record import make_reader, member_offset
 from checkpointing.storage.backends import Storage
@@ -102,6 +102,18 @@ class Exported:
         return sum(self.files.values())
 
 
+class ExportSource(Protocol):
+    """Checkpoint whose tensors are exported."""
+
+    @property
+    def manifest(self) -> Manifest: ...
+    @property
+    def fingerprints(self) -> Mapping[str, str]: ...
+    def dtype(self, key: str) -> torch.dtype: ...
+    def shape(self, key: str) -> tuple[int, ...]: ...
+    def blocks(self, key: str) -> Iterator[tuple[Tensor, tuple[int, ...]]]: ...
+
+
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """Create a draft next to `folder` that replaces it on exit, complete and durable. A failure leaves nothing behind.
@@ -129,7 +141,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_safetensors(
-    source: SealedCheckpoint,
+    source: ExportSource,
     wanted: Sequence[ExportedTensor],
     folder: Path,
     *,
@@ -162,7 +174,7 @@ def write_safetensors(
 
 
 def write_torch(
-    source: SealedCheckpoint,
+    source: ExportSource,
     wanted: Sequence[ExportedTensor],
     folder: Path,
     *,
@@ -190,7 +202,7 @@ def write_torch(
 
 
 class _Meter:  # counts the bytes written and read back
-    def __init__(self, source: SealedCheckpoint, wanted: Sequence[ExportedTensor], progress: Progress | None) -> None:
+    def __init__(self, source: ExportSource, wanted: Sequence[ExportedTensor], progress: Progress | None) -> None:
         self._progress, self._done = progress, 0
         self._total = 2 * sum(_size(source, w) for w in wanted)
 
@@ -200,15 +212,15 @@ class _Meter:  # counts the bytes written and read back
             self._progress(self._done, self._total)
 
 
-def _outside(source: SealedCheckpoint, w: ExportedTensor) -> TensorInfo:
+def _outside(source: ExportSource, w: ExportedTensor) -> TensorInfo:
     return TensorInfo(str(w.dtype).removeprefix("torch."), source.shape(w.key))
 
 
-def _size(source: SealedCheckpoint, w: ExportedTensor) -> int:
+def _size(source: ExportSource, w: ExportedTensor) -> int:
     return math.prod(source.shape(w.key)) * w.dtype.itemsize
 
 
-def _groups(source: SealedCheckpoint, wanted: Sequence[ExportedTensor], largest: int) -> list[list[ExportedTensor]]:
+def _groups(source: ExportSource, wanted: Sequence[ExportedTensor], largest: int) -> list[list[ExportedTensor]]:
     groups: list[list[ExportedTensor]] = [[]]
     filled = 0
     for w in wanted:
@@ -224,7 +236,7 @@ def _file_name(number: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _copy_tensor(source: SealedCheckpoint, w: ExportedTensor, stream: BinaryIO, meter: _Meter) -> str:
+def _copy_tensor(source: ExportSource, w: ExportedTensor, stream: BinaryIO, meter: _Meter) -> str:
     """Write one tensor; return the fingerprint of the written values.
 
     Raises CheckpointRefused if the checkpoint's own fingerprint differs from the values read.
@@ -259,7 +271,7 @@ def _read_back(given: ExternalTensors, names: Mapping[str, str], meter: _Meter) 
 
 
 def _verify_export(
-    source: SealedCheckpoint,
+    source: ExportSource,
     wanted: Sequence[ExportedTensor],
     folder: Path,
     handed: Mapping[str, str],

@@ -13,7 +13,13 @@ from trainer.parallel.layout import model_problems, refusal
 from trainer.parallel.parallel_config import ParallelConfig
 from trainer.protocol.config import JobConfig, WorkloadConfig
 from trainer.protocol.config_sections.pipeline_config import PipelineConfig
-from trainer.protocol.config_sections.recipe_config import ClusterShape, ExpertsConfig, ModelConfig, TrainConfig
+from trainer.protocol.config_sections.recipe_config import (
+    AttentionConfig,
+    ClusterShape,
+    ExpertsConfig,
+    ModelConfig,
+    TrainConfig,
+)
 
 CONFIGS = 10_000
 
@@ -188,6 +194,11 @@ SMALL = {"nodes": 2, "ranks_per_node": 2}
         (
             of(SMALL, {"cp": 2, "tp": 2, "cp_method": "ulysses"}, model=ModelConfig(heads=2)),
             "model.heads=2: must be a multiple of parallel.cp x tp=4 for parallel.cp_method=ulysses",
+            "type parallel.cp_method=auto",
+        ),
+        (
+            of(SMALL, {"cp": 2, "cp_method": "ring"}, model=ModelConfig(attention=AttentionConfig(window=16))),
+            "model.attention.window=16: must be 0 with ring attention (parallel.cp_method)",
             "type parallel.cp_method=auto",
         ),
         (

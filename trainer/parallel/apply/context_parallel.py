@@ -21,10 +21,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from trainer.parallel.apply.mesh import Layout
-from trainer.parallel.apply.sequence_part import SequenceAttention, SequencePart
+from trainer.parallel.apply.sequence_part import SequenceAttention, SequencePart, causal_attention
 from trainer.parallel.context import CONTEXT, CpMethod, chunks_per_rank, cp_method, padded_length
 from trainer.parallel.parallel_config import ParallelConfig
 from trainer.protocol.config import JobConfig
@@ -151,8 +150,8 @@ class UlyssesAttention(SequenceAttention):
 
     dimension = CONTEXT.name
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, window: int = 0) -> None:
+        self._group, self._window = group, window
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Attend with `query` [batch, heads, tokens, width] of this rank; `key` and `value` may have fewer heads."""
@@ -165,7 +164,7 @@ class UlyssesAttention(SequenceAttention):
         received = self._exchange(torch.cat(parts, dim=2).movedim(1, 0))  # [rank with these tokens, batch, heads, ...]
         whole = received.movedim(0, 2).flatten(2, 3)
         own_query, own_key, own_value = whole.split(sizes, dim=1)
-        mixed = functional.scaled_dot_product_attention(own_query, own_key, own_value, is_causal=True, enable_gqa=True)
+        mixed = causal_attention(own_query, own_key, own_value, self._window)
         returned = self._exchange(mixed.unflatten(2, (ranks, -1)).movedim(2, 0))  # [rank with these heads, batch, ...]
         return returned.movedim(0, 1).flatten(1, 2)
 
@@ -374,7 +373,8 @@ def apply(model: Any, layout: Layout, config: JobConfig) -> None:
     """Divide the sequences of `model` (a Llama) among the ranks of `layout.sequence_ranks`."""
     method, group = cp_method(config.model.heads, config.parallel), layout.sequence_ranks.get_group()
     model.part = sequence_part(config.train.seq_len, config.parallel, method, layout.place["cp"])
-    attend = RingAttention(group) if method is CpMethod.RING else UlyssesAttention(group)
+    window = config.model.window(model.part.length)
+    attend = RingAttention(group) if method is CpMethod.RING else UlyssesAttention(group, window)
     for layer in model.layers:
         layer.attention.attend = attend
         if config.model.experts.count:  # padding must not count as tokens of an expert

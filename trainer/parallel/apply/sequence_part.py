@@ -48,6 +48,19 @@ class SequencePart:
         return table.index_select(1, places)
 
 
+def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int = 0) -> torch.Tensor:
+    """Return causal attention of [batch, heads, length, width]; `key` and `value` may have fewer heads.
+
+    With a window, each token attends to so many tokens, itself included.
+    """
+    if not window:
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    places = torch.arange(query.shape[2], device=query.device)
+    distance = places[:, None] - places
+    mask = (distance >= 0) & (distance < window)
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+
 class SequenceAttention:
     """Base class of causal attention over sequences that several ranks share; replaces a layer's `attend`."""
 

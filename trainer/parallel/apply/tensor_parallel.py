@@ -20,13 +20,15 @@ from trainer.protocol.config import JobConfig
 
 def apply(model: Any, layout: Layout, config: JobConfig) -> None:
     """Split the layers of `model` (a Llama on the meta device) among the ranks of `layout.tp`."""
-    split_matrices(model, layout.tp, has_experts=config.model.experts.count > 0)
+    split_matrices(
+        model, layout.tp, has_experts=config.model.experts.count > 0, has_norms=config.model.attention.qk_norm
+    )
     model.tie()
     if config.model.experts.count:
         share_tokens(model, layout)
 
 
-def split_matrices(model: Any, mesh: DeviceMesh, *, has_experts: bool = False) -> None:
+def split_matrices(model: Any, mesh: DeviceMesh, *, has_experts: bool = False, has_norms: bool = False) -> None:
     """Split activations along the sequence between layers, and along heads and inner width inside them."""
     parallelize_module(
         model,
@@ -38,11 +40,16 @@ def split_matrices(model: Any, mesh: DeviceMesh, *, has_experts: bool = False) -
             "output": ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1), use_local_output=False),
         },
     )
+    plan = _attention_plan(has_norms=has_norms) | (_mixture_plan() if has_experts else _feed_forward_plan())
     for layer in model.layers:
-        parallelize_module(layer, mesh, _attention_plan() | (_mixture_plan() if has_experts else _feed_forward_plan()))
+        parallelize_module(layer, mesh, plan)
 
 
-def _attention_plan() -> dict[str, ParallelStyle]:
+_NORM_OF_HEADS = SequenceParallel(sequence_dim=2, use_local_output=True)
+"""Plan for a norm over heads [batch, length, heads, width], of which each rank has some."""
+
+
+def _attention_plan(*, has_norms: bool) -> dict[str, ParallelStyle]:
     return {
         "attention_norm": SequenceParallel(),
         "attention": PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)),
@@ -50,6 +57,7 @@ def _attention_plan() -> dict[str, ParallelStyle]:
         "attention.wk": ColwiseParallel(),
         "attention.wv": ColwiseParallel(),
         "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+        **({f"attention.{name}": _NORM_OF_HEADS for name in ("q_norm", "k_norm")} if has_norms else {}),
         "ffn_norm": SequenceParallel(),
     }
 

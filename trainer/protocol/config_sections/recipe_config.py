@@ -74,6 +74,9 @@ VOCABULARY_MULTIPLE = 64
 """In every layout the number of embedding rows is a multiple of this, so that ranks can share them evenly."""
 
 
+SCORES = ("sigmoid", "softmax")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
     """Mixture of experts: every layer has `count` small feed-forward networks, chosen per token, instead of one."""
@@ -84,11 +87,15 @@ class ExpertsConfig:
     """Number of experts that process each token. Their outputs are added with weights that sum to 1."""
     ffn_dim: int = 128
     """Inner width of each expert (SwiGLU)."""
+    scores: str = "sigmoid"
+    """Function of the router's outputs by which experts are chosen and weighted: `sigmoid`, or `softmax` (Mixtral)."""
     balance_rate: float = 1e-3
     """Change in an expert's bias after a step in which it got more or fewer tokens than the mean; 0: no change."""
 
     def __post_init__(self) -> None:
         require_least("model.experts", self, count=0, per_token=1, ffn_dim=1, balance_rate=0)
+        if self.scores not in SCORES:
+            raise ValueError(f"model.experts.scores={self.scores}: must be {SCORES[0]} or {SCORES[1]}")
         if 0 < self.count < self.per_token:
             raise ValueError(
                 f"model.experts.per_token={self.per_token}: must be at most model.experts.count={self.count}: "
@@ -96,9 +103,55 @@ class ExpertsConfig:
             )
 
 
+ROTARY_KINDS = ("none", "linear", "llama3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScalingConfig:
+    """Scaling of the rotary embedding, for sequences longer than those of pretraining."""
+
+    kind: str = "none"
+    """`none`, `linear` (all frequencies divided by `factor`), or `llama3` (only low ones, as in Llama 3.1)."""
+    factor: float = 1.0
+    """Divisor of the frequencies."""
+    low_freq_factor: float = 1.0
+    """`llama3`: waves longer than `original_length / low_freq_factor` are divided by `factor`."""
+    high_freq_factor: float = 4.0
+    """`llama3`: waves shorter than `original_length / high_freq_factor` stay as they are."""
+    original_length: int = 8192
+    """`llama3`: sequence length of pretraining."""
+
+    def __post_init__(self) -> None:
+        where = "model.rope_scaling"
+        if self.kind not in ROTARY_KINDS:
+            raise ValueError(f"{where}.kind={self.kind}: must be one of {', '.join(ROTARY_KINDS)}")
+        require_positive(where, self, "factor", "low_freq_factor", "high_freq_factor")
+        require_least(where, self, original_length=1)
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            low = f"{where}.low_freq_factor={self.low_freq_factor}"
+            raise ValueError(f"{where}.high_freq_factor={self.high_freq_factor}: must be greater than {low}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """Differences of attention between decoders."""
+
+    head_dim: int = 0
+    """Width of a head; 0: `model.dim / model.heads`."""
+    qkv_bias: bool = False
+    """Add biases to queries, keys and values (Qwen 2)."""
+    qk_norm: bool = False
+    """Apply RMSNorm to each head of queries and keys (Qwen 3)."""
+    window: int = 0
+    """Each token attends to so many tokens, itself included (Mistral); 0: to all before it."""
+
+    def __post_init__(self) -> None:
+        require_least("model.attention", self, head_dim=0, window=0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The built-in Llama-style decoder."""
+    """The built-in decoder: Llama and its relatives (Mistral, Mixtral, Qwen 2 and 3)."""
 
     vocab_size: int = 257
     """Number of tokens; byte-level data has 256 bytes and a document separator."""
@@ -107,13 +160,15 @@ class ModelConfig:
     layers: int = 4
     """Number of decoder layers."""
     heads: int = 4
-    """Query heads; must divide `dim`."""
+    """Query heads; must divide `dim`, unless `attention.head_dim` is set."""
     kv_heads: int = 2
     """Key and value heads (grouped-query attention); must divide `heads`."""
     ffn_dim: int = 384
     """Inner width of the SwiGLU feed-forward network."""
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
     rope_theta: float = 10000.0
     """Base of the rotary embedding's frequencies."""
+    rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
     norm_eps: float = 1e-5
     """Epsilon of RMSNorm."""
     tie_embeddings: bool = False
@@ -123,6 +178,14 @@ class ModelConfig:
     def __post_init__(self) -> None:
         require_least("model", self, vocab_size=1, dim=1, layers=1, heads=1, kv_heads=1, ffn_dim=1)
         require_positive("model", self, "rope_theta", "norm_eps")
+
+    @property
+    def head_width(self) -> int:
+        return self.attention.head_dim or self.dim // self.heads
+
+    def window(self, length: int) -> int:
+        """Return the sliding window in sequences of this length; 0: every token attends to all before it."""
+        return self.attention.window if self.attention.window < length else 0
 
     @property
     def embedding_rows(self) -> int:

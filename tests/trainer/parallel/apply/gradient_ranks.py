@@ -21,6 +21,11 @@ from trainer.protocol.config import JobConfig
 from trainer.protocol.plain_data import build
 
 BATCH, LENGTH, EXPERTS = 8, 13, 8
+FEATURES = {
+    "attention": {"qkv_bias": True, "qk_norm": True, "head_dim": 12, "window": 5},
+    "rope_scaling": {"kind": "llama3", "factor": 4.0, "original_length": 8},
+}  # fmt: skip
+"""Differences of other decoders from Llama 2."""
 
 
 class Found(NamedTuple):
@@ -33,7 +38,7 @@ class Found(NamedTuple):
 
 
 def config(
-    parallel: dict[str, Any], world: int, train: dict[str, Any], layers: int = 2, *, tied: bool = False
+    parallel: dict[str, Any], world: int, train: dict[str, Any], layers: int = 2, *, tied: bool, features: bool
 ) -> JobConfig:
     made = build(
         JobConfig,
@@ -42,7 +47,7 @@ def config(
             "parallel": parallel,
             "model": {
                 "vocab_size": 60, "dim": 32, "layers": layers, "heads": 4, "kv_heads": 4, "tie_embeddings": tied,
-                "experts": {"count": EXPERTS, "per_token": 2, "ffn_dim": 24},
+                "experts": {"count": EXPERTS, "per_token": 2, "ffn_dim": 24}, **(FEATURES if features else {}),
             },
             "train": {"batch_size": BATCH, "seq_len": LENGTH, "dtype": "float32", **train},
         },
@@ -53,8 +58,8 @@ def config(
 
 def trained(case: dict[str, Any]) -> Found:
     world = dist.get_world_size()
-    tied = case.get("tied", False)
-    made = config(case["parallel"], world, case.get("train", {}), case.get("layers", 2), tied=tied)
+    kind = {"tied": case.get("tied", False), "features": case.get("features", False)}
+    made = config(case["parallel"], world, case.get("train", {}), case.get("layers", 2), **kind)
     layout = mesh.build(made.parallel, torch.device("cpu"), dist.get_rank(), world)
     own = batch(made.train.seq_len).chunk(layout.dp_size)[layout.dp_rank]
     model = (
@@ -124,8 +129,8 @@ class Alone(Llama):
 
 
 @functools.cache
-def of_one_rank(layers: int, length: int, *, tied: bool) -> Found:
-    made = config({}, 1, {"seq_len": length}, layers, tied=tied)
+def of_one_rank(layers: int, length: int, *, tied: bool, features: bool) -> Found:
+    made = config({}, 1, {"seq_len": length}, layers, tied=tied, features=features)
     model = Alone(made.model, made.train)
     model.materialize(torch.device("cpu"), seed=1)
     skew(model)
@@ -136,7 +141,8 @@ def of_one_rank(layers: int, length: int, *, tied: bool) -> Found:
 
 def differences(case: dict[str, Any]) -> dict[str, Any]:
     length = case.get("train", {}).get("seq_len", LENGTH)
-    due = of_one_rank(case.get("layers", 2), length, tied=case.get("tied", False))
+    kind = {"tied": case.get("tied", False), "features": case.get("features", False)}
+    due = of_one_rank(case.get("layers", 2), length, **kind)
     found = trained(case)
     assert set(found.gradients) <= set(due.gradients)
     rest = torch.cat([found.gradients[name].flatten() for name in sorted(found.gradients)]).contiguous()

@@ -25,9 +25,17 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "ep 1": {"parallel": {}, "times": 1},
         "ep 1, by class": {"parallel": {"fsdp": {"wrap": "Block,Experts"}}, "times": 1},
         "ep 1, by size": {"parallel": {"fsdp": {"wrap": "3000"}}, "times": 1},
+        "tp 2, other decoders": {"parallel": {"tp": 2}, "train": EVEN, "features": True},
+        "ulysses 2, other decoders": {"parallel": {"cp": 2, "cp_method": "ulysses"}, "features": True, "times": 1},
     },
     "2, more": {
         "ep 2, by default": {"parallel": {"ep": 2}},
+        "ep 2, other decoders": {"parallel": {"ep": 2}, "features": True},
+        "2 stages, other decoders, recomputed": {
+            "parallel": {"pipeline": {"stages": 2}},
+            "features": True,
+            "train": RECOMPUTED,
+        },
         "ep 1, products kept": {"parallel": {}, "train": {**RECOMPUTED, "recompute": {"keep": "products"}}},
         "ep 2, reduced once": {"parallel": {"ep": 2, "strategy": "zero1"}, "micro": 2},
         "ep 2 of cp 2": {"parallel": {"ep": 2, "cp": 2, "cp_method": "ulysses"}},

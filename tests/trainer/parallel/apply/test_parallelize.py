@@ -14,6 +14,7 @@ from trainer.parallel.apply import (
 )
 from trainer.parallel.apply.fsdp_units import CannotShard
 from trainer.parallel.parallel_config import ParallelConfig
+from trainer.protocol.config_sections.recipe_config import ExpertsConfig, ModelConfig
 from trainer.worker.workload import WorkloadError
 
 
@@ -66,9 +67,9 @@ def test_tensor_parallel_ranks_share_the_tokens_of_experts(
     monkeypatch: pytest.MonkeyPatch, tp: int, experts: int, due: list[str]
 ) -> None:
     calls: list[str] = []
-    monkeypatch.setattr(tensor_parallel, "split_matrices", lambda *_, has_experts: calls.append("split"))
+    monkeypatch.setattr(tensor_parallel, "split_matrices", lambda *_, **__: calls.append("split"))
     monkeypatch.setattr(tensor_parallel, "share_tokens", lambda *_: calls.append("share_tokens"))
-    config: Any = SimpleNamespace(model=SimpleNamespace(experts=SimpleNamespace(count=experts)))
+    config: Any = SimpleNamespace(model=ModelConfig(experts=ExpertsConfig(count=experts)))
     model = SimpleNamespace(tie=lambda: calls.append("tie"))
     tensor_parallel.apply(model, SimpleNamespace(tp=tp), config)  # type: ignore[arg-type]
     assert calls == due

@@ -11,7 +11,7 @@ from trainer.models.llama import Llama
 from trainer.parallel.apply.context_parallel import UlyssesAttention, apply, sequence_part
 from trainer.parallel.context import CpMethod
 from trainer.parallel.parallel_config import ParallelConfig
-from trainer.protocol.config_sections.recipe_config import ModelConfig, TrainConfig
+from trainer.protocol.config_sections.recipe_config import ExpertsConfig, ModelConfig, TrainConfig
 from trainer.worker.reporting import phase_tracker
 from trainer.worker.reporting.phase_tracker import waiting_for_peers
 from trainer.worker.workload import WorkloadError
@@ -79,7 +79,7 @@ def test_experts_are_given_the_real_tokens_of_each_rank_alone(
             )  # fmt: skip
             for experts in (0, 4):
                 config: Any = SimpleNamespace(
-                    model=SimpleNamespace(heads=4, experts=SimpleNamespace(count=experts)), parallel=parallel,
+                    model=ModelConfig(heads=4, experts=ExpertsConfig(count=experts)), parallel=parallel,
                     train=SimpleNamespace(seq_len=length),
                 )  # fmt: skip
                 layer = SimpleNamespace(attention=SimpleNamespace(), feed_forward=SimpleNamespace(real=None))

@@ -23,10 +23,11 @@ from checkpointing.errors import CheckpointRefused
 from checkpointing.format.manifest import TensorInfo
 from checkpointing.storage.backends import Storage
 from checkpointing.storage.digests import digest
+from checkpointing.storage.durable import read_json
 from trainer.models import hugging_face
 from trainer.models.expert_stacks import SplitExperts, any_moves, expert_name
 from trainer.models.weights_import import PROVENANCE, PROVENANCE_SCHEMA, TORCH_FILE, ImportSource
-from trainer.protocol.config import JobConfig
+from trainer.protocol.config import HF_WORKLOAD, JobConfig
 from trainer.worker.saved_state.checkpoint_contents import SHARED_NAMES, buffers_name
 from trainer.worker.saved_state.optimizer_state import PREFIXES
 
@@ -120,9 +121,23 @@ def export(
                 seq_len = request.config.train.seq_len
                 described = hugging_face.config_json(request.config.model, seq_len=seq_len, dtype=kind)
                 write_json(draft / "config.json", described)
+            elif request.config is not None and (theirs := _own_description(request.config)):
+                write_json(draft / "config.json", theirs)
         provenance = _provenance(source, request, wanted, done)
         write_json(draft / PROVENANCE, provenance)
     return done, provenance
+
+
+def _own_description(config: JobConfig) -> dict[str, Any] | None:
+    """Return `config.json` for a model of `workload: hf` that came from a folder, or None."""
+    args = config.workload.args
+    path = Path(str(args.get("name_or_path", ""))).expanduser() / "config.json"
+    if config.workload.target != HF_WORKLOAD or not path.is_file():
+        return None
+    found = read_json(path)
+    if not isinstance(found, dict):
+        return None
+    return {**found, **(args.get("settings") or {}), "dtype": "float32"}
 
 
 def _dtype(source: SealedCheckpoint, key: str, request: ExportRequest) -> torch.dtype:

@@ -52,12 +52,17 @@ class DataConfig:
     """Read the sequences in a seeded order that does not depend on the number of ranks."""
 
 
+HF_WORKLOAD = "trainer.models.hf_workload:HfWorkload"
+"""Class that `workload: hf` means."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkloadConfig:
     """The training workload: the built-in model or a user's class."""
 
     target: str = "trainer.models.built_in:LlamaWorkload"
-    """`package.module:Class` with the methods of `trainer.worker.workload.Workload`."""
+    """`package.module:Class` with the methods of `trainer.worker.workload.Workload`, or `hf`: a model of Hugging Face's
+    transformers (`workload.args.name_or_path`)."""
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for the class."""
     path: tuple[str, ...] = ()
@@ -68,6 +73,8 @@ class WorkloadConfig:
     def __post_init__(self) -> None:
         if self.target == "trainer.worker.llama:LlamaWorkload":  # the name in older runs' configs
             object.__setattr__(self, "target", WorkloadConfig.target)
+        if self.target == "hf":
+            object.__setattr__(self, "target", HF_WORKLOAD)
 
 
 @dataclass(frozen=True, kw_only=True)

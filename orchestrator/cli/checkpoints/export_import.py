@@ -49,8 +49,8 @@ def export(
     all. The checkpoint is pinned during the export; a SUSPECT one is exported with a warning. Tied weights are written
     under each of their names. The vocabulary keeps its padding to a multiple of 64. `orch.json` records the origin.
 
-    safetensors: for the built-in model, `config.json` and `model.safetensors` as `transformers` loads them (above 5
-    GB in several files); for any other model, its own names. torch: `checkpoint.pt` for
+    safetensors: for the built-in model and `workload: hf`, `config.json` and `model.safetensors` as `transformers`
+    loads them (above 5 GB in several files); for any other model, its own names. torch: `checkpoint.pt` for
     `torch.load(weights_only=True)`, with `model`, `step`, `extra`, and with --with-optimizer `optimizer`.
     """
     if with_optimizer and to != "torch":
@@ -107,7 +107,7 @@ def _show_export(
         "tensors": tensors, "compared": done.compared, "converted": converted,
     }  # fmt: skip
     if "config.json" not in os.listdir(folder) and provenance["tensors"] and not built_in:
-        screen.warn("no_config", "no config.json: orch can write it only for the built-in model")
+        screen.warn("no_config", "no config.json: orch writes it for the built-in model, and workload hf from a folder")
     if screen.json:
         screen.data("ckpt.export", answer)
         return

@@ -30,6 +30,10 @@ class Needy(Mine):
     def build_model(self):
         return nn.Linear(int(torch.ones(1).item()), 1)
 
+class Strict(Mine):
+    def __init__(self, config, *, size):
+        super().__init__(config)
+
 class Planned(Mine):
     def parallelize(self, model, layout):
         return model
@@ -49,9 +53,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def inspected(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, target: str = "inspected:Mine", **parallel: Any
-) -> dict[str, Any]:
-    config = JobConfig(workload=WorkloadConfig(target=target, path=(str(folder),)), parallel=ParallelConfig(**parallel))
+    folder: Path, monkeypatch: pytest.MonkeyPatch, target: str = "inspected:Mine", *,
+    args: dict[str, Any] | None = None, **parallel: Any,
+) -> dict[str, Any]:  # fmt: skip
+    workload = WorkloadConfig(target=target, path=(str(folder),), args=args or {})
+    config = JobConfig(workload=workload, parallel=ParallelConfig(**parallel))
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(asdict(config))))
     ours, theirs = os.pipe()
     inspect_workload.main([str(theirs)])
@@ -63,6 +69,25 @@ def test_its_modules_are_recorded(folder: Path, monkeypatch: pytest.MonkeyPatch)
     found = inspected(folder, monkeypatch)
     assert set(found["code"]["files"]) == {"inspected", "inspected_part"}
     assert (found["refused"], found["done"]) == ([], True)
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "words"),
+    [
+        ("inspected:Strict", {}, "workload.args do not fit Strict: missing a required argument: 'size'"),
+        ("inspected:Strict", {"size": 1, "odd": 2}, "got an unexpected keyword argument 'odd'"),
+        ("inspected:Strict", {"size": 1}, ""),
+        ("hf", {}, "workload.args do not fit HfWorkload: missing a required argument: 'name_or_path'"),
+        ("hf", {"name_or_path": "x", "task": "chat"}, "workload.args.task=chat: must be one of causal-lm, "),
+        ("hf", {"name_or_path": "/only/on/nodes"}, ""),
+    ],
+)
+def test_arguments_that_the_class_does_not_take_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, target: str, args: dict[str, Any], words: str
+) -> None:
+    found = inspected(folder, monkeypatch, target, args=args)["refused"]
+    assert bool(found) == bool(words)
+    assert words in " ".join(found)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@
 objects, one per line, to the descriptor ANSWER: `code`, then `refused` (reason and remedy) and `done`; or `failed`.
 """
 
+import inspect
 import json
 import os
 import sys
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from trainer.parallel.apply.fsdp_units import CannotShard, chosen_units
-from trainer.protocol.config import JobConfig
+from trainer.protocol.config import HF_WORKLOAD, JobConfig
 from trainer.protocol.plain_data import build
 from trainer.protocol.secrets.secret_redaction import in_use
 from trainer.protocol.user_code.record_code import record_imported
@@ -40,12 +41,28 @@ def _inspect(config: JobConfig, answer: TextIO) -> None:
         return
     if not config.trains_built_in_workload:
         _write_answer(answer, code=record_imported(sys.modules, before, config).to_json())
-    _write_answer(answer, refused=_missing_parallelize(kind, config) or _wrong_wrap(config), done=True)
+    refused = _wrong_arguments(kind, config) or _missing_parallelize(kind, config) or _wrong_wrap(config)
+    _write_answer(answer, refused=refused, done=True)
 
 
 def _write_answer(answer: TextIO, **found: Any) -> None:
     answer.write(f"{json.dumps(found)}\n")
     answer.flush()
+
+
+def _wrong_arguments(kind: type[Any], config: JobConfig) -> list[str]:
+    """Return why `workload.args` do not fit the class, or [] if they do or this is unknown."""
+    try:
+        inspect.signature(kind).bind(config, **config.workload.args)
+        if config.workload.target == HF_WORKLOAD:  # others may need devices or data
+            workload.build(config)
+    except TypeError as error:
+        return [f"workload.args do not fit {kind.__name__}: {error}", "set them as in +workload.args.NAME=VALUE"]
+    except workload.WorkloadError as error:
+        return [str(error), ""]
+    except ValueError:
+        return []  # it has no signature
+    return []
 
 
 def _missing_parallelize(kind: type[Any], config: JobConfig) -> list[str]:

@@ -1,0 +1,87 @@
+"""Two ranks with models of transformers, compared with transformers itself: `hf_ranks.py FOLDER CASES` (JSON).
+
+Prints the largest difference of weights and gradients per case, or the refusal.
+"""
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from trainer.models.hf_workload import HfWorkload
+from trainer.parallel.apply import mesh
+from trainer.parallel.apply.data_parallel import GradientSync
+from trainer.protocol.config import JobConfig
+from trainer.protocol.plain_data import build
+from trainer.worker.workload import WorkloadError
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def difference(folder: str, tp: int, strategy: str, pretrained: bool) -> dict[str, Any]:
+    from transformers import AutoModelForCausalLM
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    config = build(
+        JobConfig,
+        {
+            "cluster": {"ranks_per_node": world}, "parallel": {"tp": tp, "strategy": strategy},
+            "train": {"dtype": "float32", "seq_len": 16, "batch_size": 8},
+        },
+    )  # fmt: skip
+    torch.manual_seed(1)
+    workload = HfWorkload(config, name_or_path=folder, pretrained=pretrained)
+    layout = mesh.build(config.parallel, torch.device("cpu"), rank, world)
+    model = workload.build_model()
+    if pretrained:
+        assert all(parameter.is_meta for parameter in model.parameters()), "no rank holds the whole model"
+        theirs = AutoModelForCausalLM.from_pretrained(folder)
+    else:
+        theirs = AutoModelForCausalLM.from_config(model.config)
+        theirs.load_state_dict(model.state_dict())
+    model = workload.parallelize(model, layout)
+    tokens = torch.randint(0, 128, (8, 17), generator=torch.Generator().manual_seed(5))
+    sync = GradientSync(model, layout, config.parallel.reduce, lambda: None)
+    sync.backward(workload.loss(model, tokens.chunk(layout.dp_size)[layout.dp_rank]), is_last=True)
+    workload.loss(theirs, tokens).backward()
+    wanted = dict(theirs.named_parameters())
+    found = {name: (whole(one), whole(one.grad)) for name, one in model.named_parameters()}  # type: ignore[arg-type]
+    assert found.keys() == wanted.keys()
+    worst = max(
+        float((grad - wanted[name].grad).abs().max() / wanted[name].grad.abs().max().clamp(min=1e-9))
+        for name, (_, grad) in found.items()
+    )
+    held = sum(one.to_local().numel() if isinstance(one, DTensor) else one.numel() for one in model.parameters())
+    return {
+        "same weights": all(torch.equal(value, wanted[name]) for name, (value, _) in found.items()),
+        "gradients": worst, "share": held / sum(one.numel() for one in wanted.values()),
+    }  # fmt: skip
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
+    dist.init_process_group("gloo")
+    found = {}
+    for kind, tp, strategy, pretrained in cases:
+        name = f"{kind} {tp} {strategy} {pretrained}"
+        try:
+            found[name] = difference(str(folder / kind), tp, strategy, pretrained)
+        except WorkloadError as error:
+            found[name] = {"refused": str(error)}
+    if dist.get_rank() == 0:
+        sys.stdout.write(json.dumps(found) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    main()

@@ -1,0 +1,42 @@
+"""Small models of transformers with random weights: `make_hf_models.py FOLDER [VOCABULARY]`."""
+
+import os
+import sys
+from pathlib import Path
+
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+ROPE = {
+    "rope_type": "llama3", "rope_theta": 5e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+KINDS = {
+    "llama": {**SIZES, "rope_parameters": ROPE},
+    "qwen2": {**SIZES, "tie_word_embeddings": True},
+    "qwen3": {**SIZES, "head_dim": 16},
+    "mistral": {**SIZES, "sliding_window": 11},
+    "mixtral": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+             "attn_pdrop": 0.0},
+    "opt": {"hidden_size": 32, "num_hidden_layers": 2, "ffn_dim": 48, "num_attention_heads": 4, "dropout": 0.0,
+            "max_position_embeddings": 64, "word_embed_proj_dim": 32},
+}  # fmt: skip
+"""Configurations, keyed by `model_type`."""
+
+
+def main() -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    vocabulary = int(sys.argv[2]) if len(sys.argv) > 2 else 128
+    for kind, settings in KINDS.items():
+        config = AutoConfig.for_model(kind, vocab_size=vocabulary, **settings)
+        AutoModelForCausalLM.from_config(config).save_pretrained(Path(sys.argv[1], kind), max_shard_size="30KB")
+
+
+if __name__ == "__main__":
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    main()

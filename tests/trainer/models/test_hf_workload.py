@@ -1,0 +1,73 @@
+"""`workload: hf` on two ranks computes what transformers computes, from the same files; what it cannot, it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.submitted_run import free_port
+
+pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
+
+ROOT, HERE = Path(__file__).resolve().parents[3], Path(__file__).parent
+INTEROP = ROOT / ".venv" / "interop"
+CASES = [
+    ("llama", 2, "fsdp", True), ("qwen2", 2, "fsdp", True), ("qwen3", 2, "ddp", True), ("mistral", 1, "fsdp", True),
+    ("gpt2", 1, "fsdp", True), ("opt", 1, "ddp", False), ("gpt2", 2, "fsdp", True), ("mixtral", 1, "fsdp", True),
+    ("mixtral", 1, "fsdp", False),
+]  # fmt: skip
+BOUND = 1e-5
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    if not (INTEROP / "transformers").is_dir():
+        pytest.skip("transformers is not installed apart: `make .venv/interop/.ready` does that, as `make test` does")
+    folder = tmp_path_factory.mktemp("models")
+    environ = {
+        **os.environ, "PYTHONPATH": f"{ROOT}:{INTEROP}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore",
+    }  # fmt: skip
+    made = subprocess.run(
+        [sys.executable, str(HERE / "make_hf_models.py"), str(folder)], env=environ, capture_output=True, check=False
+    )
+    assert made.returncode == 0, made.stderr
+    words = [sys.executable, str(HERE / "hf_ranks.py"), str(folder), json.dumps(CASES)]
+    ranks = [
+        subprocess.Popen(words, env={**environ, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=200) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs[0][1].decode()[-3000:]
+    return dict(json.loads(outputs[0][0].splitlines()[-1]))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case[0] != "mixtral" and case[:2] != ("gpt2", 2)], ids=str)
+def test_weights_and_gradients_are_those_of_transformers(
+    found: dict[str, dict[str, Any]], case: tuple[str, int, str, bool]
+) -> None:
+    kind, tp, strategy, _ = case
+    result = found[" ".join(map(str, case))]
+    assert result["same weights"], case
+    assert result["gradients"] < BOUND, case
+    if strategy == "fsdp":
+        assert 0.45 < result["share"] < (0.55 if tp == 1 else 0.9), f"{kind}: each rank has about half of the weights"
+
+
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        ("gpt2 2 fsdp True", "parallel.tp=2: GPT2LMHeadModel has no tensor-parallel plan: type parallel.tp=1"),
+        ("mixtral 1 fsdp True", "its files have no model.layers.0.mlp.gate.weight (6 such parameters)"),
+    ],
+)
+def test_what_would_be_wrong_is_refused(found: dict[str, dict[str, Any]], case: str, why: str) -> None:
+    assert why in found[case]["refused"]
+
+
+def test_experts_without_pretrained_weights_train_under_fsdp(found: dict[str, dict[str, Any]]) -> None:
+    assert found["mixtral 1 fsdp False"]["gradients"] < BOUND

@@ -7,7 +7,7 @@ import fnmatch
 import importlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -269,13 +269,13 @@ def load_pretrained(model: nn.Module, weights: Weights, seed: int) -> list[str]:
     These get initial values. Raises WorkloadError if another parameter is missing, or a shape differs.
     """
     names = [name for name, _ in model.named_parameters()]
-    sources = {name: found for name in names if (found := _source(name, model, weights))}
+    sources = match_names(model, weights.files)
     missing, base = [name for name in names if name not in sources], f"{getattr(model, 'base_model_prefix', '')}."
     if lacking := [name for name in missing if name.startswith(base) or len(sources) < len(missing)]:
         hint = "models whose files transformers converts, such as Mixtral, need the built-in model"
         raise WorkloadError(f"{_WHERE}: its files have no {lacking[0]} ({len(lacking)} such parameters): {hint}")
     # In the order of the files, so that each is opened once.
-    for name in sorted(sources, key=lambda name: (weights.files[sources[name]], name)):
+    for name in sorted(sources, key=lambda one: (weights.files[sources[one]], one)):
         parameter = model.get_parameter(name)
         shape = weights.shape(sources[name])
         if shape != tuple(parameter.shape):
@@ -289,10 +289,24 @@ def load_pretrained(model: nn.Module, weights: Weights, seed: int) -> list[str]:
     return missing
 
 
-def _source(name: str, model: nn.Module, weights: Weights) -> str:
-    """Return the name of a parameter in the files, which may be those of the model without its head, or "" """
-    base = f"{getattr(model, 'base_model_prefix', '')}."
-    return next((one for one in (name, name.removeprefix(base), f"{base}{name}") if one in weights.files), "")
+def match_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Return the name in the files of each parameter that they have, by the renamings that transformers applies.
+
+    Tensors that transformers would stack or split are left out.
+    """
+    known = dict(model.named_parameters())
+    mapping = _library("transformers.conversion_mapping").get_model_conversion_mapping(model)
+    loading = _library("transformers.core_model_loading")
+    renamings = [one for one in mapping if isinstance(one, loading.WeightRenaming)]
+    converters = [one for one in mapping if isinstance(one, loading.WeightConverter)]
+    found = {}
+    for name in names:
+        renamed, converted = loading.rename_source_key(
+            name, renamings, converters, getattr(model, "base_model_prefix", ""), known
+        )
+        if renamed in known and converted is None:
+            found[renamed] = name
+    return found
 
 
 def _own_region(parameter: torch.Tensor) -> tuple[slice, ...]:

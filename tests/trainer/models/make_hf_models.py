@@ -22,19 +22,29 @@ KINDS = {
              "attn_pdrop": 0.0},
     "opt": {"hidden_size": 32, "num_hidden_layers": 2, "ffn_dim": 48, "num_attention_heads": 4, "dropout": 0.0,
             "max_position_embeddings": 64, "word_embed_proj_dim": 32},
+    "vit": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "image_size": 16, "patch_size": 4, "num_labels": 5, "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0},
+    "t5": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
+           "decoder_start_token_id": 0},
 }  # fmt: skip
 """Configurations, keyed by `model_type`."""
+TASKS = {"vit": "image-classification", "t5": "seq2seq-lm"}
+"""Tasks of models that are no causal language models."""
 
 
 def main() -> None:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
+
+    from trainer.models import hf_workload
 
     torch.manual_seed(3)
-    vocabulary = int(sys.argv[2]) if len(sys.argv) > 2 else 128
+    vocabulary = {"vocab_size": int(sys.argv[2]) if len(sys.argv) > 2 else 128}
     for kind, settings in KINDS.items():
-        config = AutoConfig.for_model(kind, vocab_size=vocabulary, **settings)
-        AutoModelForCausalLM.from_config(config).save_pretrained(Path(sys.argv[1], kind), max_shard_size="30KB")
+        config = transformers.AutoConfig.for_model(kind, **({} if kind == "vit" else vocabulary), **settings)
+        factory = getattr(transformers, hf_workload.TASKS[TASKS.get(kind, "causal-lm")])
+        factory.from_config(config).save_pretrained(Path(sys.argv[1], kind), max_shard_size="30KB")
 
 
 if __name__ == "__main__":

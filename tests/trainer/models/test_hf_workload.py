@@ -18,7 +18,7 @@ INTEROP = ROOT / ".venv" / "interop"
 CASES = [
     ("llama", 2, "fsdp", True), ("qwen2", 2, "fsdp", True), ("qwen3", 2, "ddp", True), ("mistral", 1, "fsdp", True),
     ("gpt2", 1, "fsdp", True), ("opt", 1, "ddp", False), ("gpt2", 2, "fsdp", True), ("mixtral", 1, "fsdp", True),
-    ("mixtral", 1, "fsdp", False),
+    ("mixtral", 1, "fsdp", False), ("vit", 1, "fsdp", True), ("t5", 1, "fsdp", True), ("t5", 1, "ddp", False),
 ]  # fmt: skip
 BOUND = 1e-5
 
@@ -62,7 +62,7 @@ def test_weights_and_gradients_are_those_of_transformers(
     ("case", "why"),
     [
         ("gpt2 2 fsdp True", "parallel.tp=2: GPT2LMHeadModel has no tensor-parallel plan: type parallel.tp=1"),
-        ("mixtral 1 fsdp True", "its files have no model.layers.0.mlp.gate.weight (6 such parameters)"),
+        ("mixtral 1 fsdp True", "its files have no model.layers.0.mlp.experts.gate_up_proj (4 such parameters)"),
     ],
 )
 def test_what_would_be_wrong_is_refused(found: dict[str, dict[str, Any]], case: str, why: str) -> None:

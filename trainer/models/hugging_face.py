@@ -177,8 +177,8 @@ def mismatches(theirs: Mapping[str, Any], config: ModelConfig) -> Iterator[tuple
     for key, field, value in _sizes(theirs, architecture):
         section, _, name = field.rpartition(".")
         mine = getattr(getattr(config, section) if section else config, name)
-        if name == "head_dim":
-            mine = config.head_width
+        if name == "head_dim" and not mine:  # what it is once the other keys fit
+            mine = _even_head_dim(theirs)
         if value is not None and value != mine:
             setting = str(value).lower() if isinstance(value, bool) else value
             yield f"its {key} is {value}, model.{field} is {mine}", f"model.{field}={setting}"
@@ -209,8 +209,11 @@ def _sizes(theirs: Mapping[str, Any], architecture: Architecture) -> Iterator[tu
 
 
 def _head_dim(theirs: Mapping[str, Any]) -> int | None:
-    if given := theirs.get("head_dim"):
-        return int(given)
+    given = theirs.get("head_dim")
+    return int(given) if given else _even_head_dim(theirs)
+
+
+def _even_head_dim(theirs: Mapping[str, Any]) -> int | None:
     width, heads = theirs.get("hidden_size"), theirs.get("num_attention_heads")
     return width // heads if width and heads else None
 

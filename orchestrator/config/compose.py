@@ -1,5 +1,6 @@
 """Compose files and overrides into one RunConfig, with its digest and the origin of each value."""
 
+import copy
 import json
 import math
 import os
@@ -265,15 +266,29 @@ def _resolve_values(values: dict[str, Any], origins: dict[keys.Path, str]) -> di
     try:
         data: dict[str, Any] = plain(_merge_cached(dump_line(fill_in_gpus(values))))
     except OmegaConfBaseException as error:
+        _check_lists(copy.deepcopy(values), values, origins)  # it names the key, which OmegaConf 2.3 does not
         what, path, hint = _type_complaint(error, values)
         raise ConfigError(what, where=_where(path, origins), hint=hint) from error
-    for path in keys.every_key():
-        kind = keys.key_type(path, "")
-        if typing.get_origin(kind) is tuple and keys.is_section(keys.item_kind(kind)):
-            branch = _branch(data, path)
-            assert branch is not None
-            _typed_entries(branch[path[-1]], keys.item_kind(kind), path, origins)
+    _check_lists(data, values, origins)
     return data
+
+
+def _check_lists(data: dict[str, Any], values: dict[str, Any], origins: dict[keys.Path, str]) -> None:
+    """Check that lists are lists, also those that refer to something else, and convert their entries' values.
+
+    `values` has them as they were written.
+    """
+    for path in keys.every_key():
+        kind, found = keys.key_type(path, ""), (_branch(data, path) or {}).get(path[-1])
+        if typing.get_origin(kind) is not tuple or found is None or isinstance(found, str):
+            continue  # a string is a reference, or OmegaConf refuses it
+        is_section = keys.is_section(keys.item_kind(kind))
+        if not isinstance(found, list) or (is_section and not all(isinstance(entry, dict) for entry in found)):
+            given = (_branch(values, path) or {}).get(path[-1])
+            what, hint = _wrong_type(path, given)
+            raise ConfigError(what, where=_where(path, origins), hint=hint)
+        if is_section:
+            _typed_entries(found, keys.item_kind(kind), path, origins)
 
 
 def _typed_entries(entries: list[dict[str, Any]], kind: Any, path: keys.Path, origins: dict[keys.Path, str]) -> None:
@@ -408,11 +423,17 @@ def _type_complaint(error: Any, values: dict[str, Any]) -> tuple[str, keys.Path,
     if named and "nterpolation" in type(error).__name__:
         hint = "${...} refers to a key, as in ${train.steps}; a shell variable is $NAME, and \\${ is literal"
         return f"`{name}`={given}: {str(error).splitlines()[0]}", path, hint
-    kind = keys.key_type(path, "")
+    what, hint = _wrong_type(path, given)
+    return what, path, hint
+
+
+def _wrong_type(path: keys.Path, given: object) -> tuple[str, str]:
+    """Return what is wrong with a value of another type, and what to type."""
+    kind, name = keys.key_type(path, ""), keys.dotted_key(path)
     hint = f"its default is {keys.key_default(path)}"
     if typing.get_origin(kind) is tuple:
         hint = f"write a list: '{name}=[{keys.example_items(kind)}]'"
-    return f"`{name}`={given}: must be {keys.type_words(kind)}", path, hint
+    return f"`{name}`={given}: must be {keys.type_words(kind)}", hint
 
 
 def _refused_list(values: dict[str, Any]) -> keys.Path:

@@ -231,12 +231,17 @@ def test_only_classes_are_offered_as_targets(orch: Type) -> None:
         (("torchrun-script", "command=[./train.py]"), 2, "name its interpreter: 'command=[python, ./train.py]'"),
         (("torchrun-script", "command=[python,", "train.py,", "--epochs,", "3]"), 2,
          "and quote values that contain spaces; see `orch submit -h`"),
-        (("mine.yaml", "-tag", "x"), 2, "Did you mean '--tag'?"),
+        (("mine.yaml", "-tag", "x"), 2, "Did you mean --tag?"),
     ],
 )  # fmt: skip
 def test_hints_of_submit(orch: Type, words: tuple[str, ...], code: int, hint: str) -> None:
     said = orch("submit", *words, "--dry-run")
-    assert (said.code, hint in said.err) == (code, True), said.err
+    assert (said.code, unquoted(hint) in unquoted(said.err)) == (code, True), said.err
+
+
+def unquoted(text: str) -> str:
+    """Return a text without quotes, which releases of click set around options or not."""
+    return text.replace("'", "")
 
 
 def test_hinted_commands_work(orch: Type) -> None:
@@ -308,7 +313,7 @@ def test_config_without_data_names_file(orch: Type, tmp_path: Path, file: str, w
             "type configuration keys without dashes (KEY=VALUE), and quote values",
         ),
         (("resume", "tiny-1", "--batch-size", "8"), "spaces; see `orch resume -h`\n"),
-        (("submit", "tiny-gpt", "--dry-rum"), "Did you mean '--dry-run'?"),
+        (("submit", "tiny-gpt", "--dry-rum"), "Did you mean --dry-run?"),
         (("status", "--steps", "5"), "see `orch status -h`\n"),
         (("logs", "tiny-1", "--tail", "10k"), "'10k' is not a whole number\n"),
         (("wait", "tiny-1", "--timeout", "soon"), "type seconds (60), or a number with s, m, h or d (1m)\n"),
@@ -317,7 +322,7 @@ def test_config_without_data_names_file(orch: Type, tmp_path: Path, file: str, w
 def test_an_unknown_option(orch: Type, words: tuple[str, ...], offered: str) -> None:
     said = orch(*words)
     assert said.code == 2
-    assert offered in said.err
+    assert unquoted(offered) in unquoted(said.err)
 
 
 @pytest.mark.parametrize("timeout", ["1m", "60"])

@@ -290,7 +290,7 @@ WRONG_OVERRIDES = [
     ("name=-x", "name=-x: must begin with a letter or digit", "name=my-run"),
     ("optimizer.lr=.inf", "optimizer.lr=inf: must be a finite number", "~optimizer.lr restores the default"),
     ("model.norm_eps=.nan", "model.norm_eps=nan: must be a finite number", "~model.norm_eps"),
-    ("drill.events=[{value: .inf}]", "'value': inf, ", "~drill.events restores the default"),
+    ("drill.events=[{value: .inf}]", "'value': inf", "~drill.events restores the default"),
     ("+workload.args.most=.inf", "`workload.args.most` is .inf: must be a finite number", 'write "inf" in quotes'),
     ("+workload.args.x=[1, {least: -.inf}]", "`workload.args.x.least` is -.inf: must be", 'write "-inf" in quotes'),
     ("+workload.args.most=1e999", "`workload.args.most` is 1e999: must be a finite number", "call float() on it"),

@@ -157,7 +157,7 @@ def test_take_over_needs_ended_job(orch: Type, sites: Sites, monkeypatch: Patch)
     sites.over(run)
     assert orch("resume", run, "--here").code == 0
     (ask,) = sites.store.user_requests()
-    assert (ask.verb, ask.args, started) == ("resume", {"here": HERE}, ["slurm"])
+    assert (ask.verb, ask.args["here"], started) == ("resume", HERE, ["slurm"])
 
 
 def test_local_runs(orch: Type, seeds: Seeds) -> None:

@@ -128,7 +128,13 @@ class _Installed:
 
     def has(self, relative: str) -> bool:
         """Return whether the file belongs to a distribution that is identified by its version."""
-        return f"\n{relative}," in self._files or relative.partition("/")[0].removesuffix(".py") in self._eggs
+        top = relative.partition("/")[0].removesuffix(".py")
+        return self._is_debians or f"\n{relative}," in self._files or top in self._eggs
+
+    @cached_property
+    def _is_debians(self) -> bool:
+        """Return whether Debian's packages fill this folder, to which pip installs nothing. Some have no list."""
+        return any(read_text(info / "INSTALLER").strip() == "debian" for info in self._place.glob("*.dist-info"))
 
     @cached_property
     def _files(self) -> str:

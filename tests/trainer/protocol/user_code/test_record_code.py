@@ -14,6 +14,7 @@ import pytest
 from tests.installed_distributions import install
 from trainer.protocol.config import JobConfig, WorkloadConfig
 from trainer.protocol.user_code.code_record import CodeFile, CodeRecord, changed_files, changed_packages
+from trainer.protocol.user_code.import_search import UserFiles
 from trainer.protocol.user_code.installed_packages import find_site_folders, read_versions
 from trainer.protocol.user_code.record_code import add_late, read_again, record_imported, record_named, with_packages
 
@@ -466,3 +467,14 @@ def test_of_modules_that_a_rank_imports_late_only_those_of_the_users_places_coun
     assert changed_files(found, edited) == changed_files(found, read_again(found)) != []
     assert add_late(found, modules, workload(code)) == found, "a module in memory is as it was recorded"
     assert add_late(found, {}, workload(code)) == replace(first, imported=found.imported)
+
+
+def test_a_folder_of_debians_packages_is_not_the_users_code(tmp_path: Path) -> None:
+    folder = tmp_path / "dist-packages"
+    for name in ("listless", "listless_helpers", "listless-2.14.1.dist-info"):
+        (folder / name).mkdir(parents=True)
+    for name in ("listless", "listless_helpers"):
+        (folder / name / "__init__.py").touch()
+    assert UserFiles().has(folder / "listless_helpers" / "__init__.py")
+    (folder / "listless-2.14.1.dist-info" / "INSTALLER").write_text("debian\n")
+    assert not UserFiles().has(folder / "listless_helpers" / "__init__.py")

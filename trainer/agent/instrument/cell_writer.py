@@ -226,9 +226,12 @@ class CellWriter:
         return self._words[_WHOLE["saved_step"]]
 
     def tick(self, collective: int = 0) -> None:
-        """Record that Python's lock is available, and the number of collectives started so far."""
+        """Record that Python's lock is available, and the number of collectives started so far (0: unknown).
+
+        A program that has ended its process groups has no count any more.
+        """
         if self.is_owner():
-            self._words[_COLLECTIVE] = collective
+            self._words[_COLLECTIVE] = collective or self._words[_COLLECTIVE]
             self._words[_TICK] = time.monotonic_ns()
 
     def read_stop_request(self) -> tuple[int, float]:

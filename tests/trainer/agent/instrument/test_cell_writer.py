@@ -62,6 +62,17 @@ def _write_readings(monkeypatch: pytest.MonkeyPatch, cell: Any, begin: Callable[
         cell.tick(40)
 
 
+def test_a_program_without_groups_keeps_the_count_of_its_collectives() -> None:
+    cell = ProgressCell.create()
+    writer = cell_writer.CellWriter(f"/proc/self/fd/{cell.descriptor}")
+    writer.claim(os.getpid(), 0, 1)
+    writer.tick(5)
+    writer.tick(0)
+    reading = cell.read()
+    assert reading is not None
+    assert reading.collective == 5
+
+
 def test_unusable_losses_in_a_row_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     cell, now = ProgressCell.create(), [100.0]
     monkeypatch.setattr("time.time", lambda: now[0])

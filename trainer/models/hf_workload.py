@@ -33,6 +33,7 @@ from trainer.parallel.apply.fsdp_units import CannotShard, class_name, fsdp_unit
 from trainer.parallel.apply.gradient_buckets import own_part
 from trainer.parallel.apply.mesh import Layout
 from trainer.protocol.config import JobConfig
+from trainer.protocol.config_sections.recipe_config import RecomputeConfig
 from trainer.worker.workload import BaseWorkload, WorkloadError
 
 TASKS = {
@@ -63,6 +64,10 @@ class HfWorkload(BaseWorkload):
             raise WorkloadError(f"workload.args.task={task}: must be one of {', '.join(TASKS)}")
         self.name_or_path, self.task, self.pretrained = os.path.expanduser(str(name_or_path)), task, pretrained
         self.settings = dict(settings or {})
+        if config.train.compile:
+            raise WorkloadError("train.compile=true: workload hf does not compile: type train.compile=false")
+        if config.train.recompute != RecomputeConfig():
+            raise WorkloadError("train.recompute: workload hf recomputes whole layers: leave train.recompute out")
 
     def build_model(self) -> nn.Module:
         transformers = _library("transformers")
@@ -75,6 +80,11 @@ class HfWorkload(BaseWorkload):
         made.use_cache = False
         with parameters_on_meta() if self.pretrained else nullcontext():
             model: nn.Module = getattr(transformers, TASKS[self.task]).from_config(made, dtype=torch.float32)
+        if self.config.train.activation_checkpointing:
+            try:
+                model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+            except ValueError as error:
+                raise WorkloadError(f"train.activation_checkpointing=true: {error}") from error
         return model
 
     def parallelize(self, model: nn.Module, layout: Layout) -> nn.Module:

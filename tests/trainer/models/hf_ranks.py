@@ -42,7 +42,9 @@ def own_part(batch: Any, rank: int, ranks: int) -> Any:
     return batch.chunk(ranks)[rank]
 
 
-def difference(folder: str, tp: int, strategy: str, pretrained: bool) -> dict[str, Any]:
+def difference(
+    folder: str, tp: int, strategy: str, pretrained: bool, recompute: bool = False
+) -> dict[str, Any]:  # fmt: skip
     import transformers
 
     kind = Path(folder).name
@@ -53,7 +55,7 @@ def difference(folder: str, tp: int, strategy: str, pretrained: bool) -> dict[st
         JobConfig,
         {
             "cluster": {"ranks_per_node": world}, "parallel": {"tp": tp, "strategy": strategy},
-            "train": {"dtype": "float32", "seq_len": 16, "batch_size": 8},
+            "train": {"dtype": "float32", "seq_len": 16, "batch_size": 8, "activation_checkpointing": recompute},
         },
     )  # fmt: skip
     torch.manual_seed(1)
@@ -66,6 +68,7 @@ def difference(folder: str, tp: int, strategy: str, pretrained: bool) -> dict[st
     else:
         theirs = factory.from_config(model.config)
         theirs.load_state_dict(model.state_dict())
+    assert bool(model.is_gradient_checkpointing) == recompute
     model = workload.parallelize(model, layout)
     batch = make_batch(kind)
     sync = GradientSync(model, layout, config.parallel.reduce, lambda: None)
@@ -92,10 +95,10 @@ def main() -> None:
     folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
     dist.init_process_group("gloo")
     found = {}
-    for kind, tp, strategy, pretrained in cases:
-        name = f"{kind} {tp} {strategy} {pretrained}"
+    for kind, *case in cases:
+        name = " ".join(map(str, (kind, *case)))
         try:
-            found[name] = difference(str(folder / kind), tp, strategy, pretrained)
+            found[name] = difference(str(folder / kind), *case)
         except WorkloadError as error:
             found[name] = {"refused": str(error)}
     if dist.get_rank() == 0:

@@ -234,9 +234,13 @@ def test_a_job_that_waits_is_kept_off_other_nodes_and_one_that_runs_is_not(lab: 
         shown = lab.ask("scontrol", "show", "job", job_id).stdout
         return shown.partition("ExcNodeList=")[2].split()[0]
 
+    # Slurm holds a job that no set of nodes could ever run, so this one waits for nodes that are busy.
+    busy = ("-w", "n3,n4", "-N", "2", "--exclusive", "--parsable", "-o", "/dev/null", "--wrap", "sleep 600")
+    blocker = lab.ask("sbatch", *busy).stdout.strip()
+    eventually(lambda: lab.ask("squeue", "-h", "-j", blocker, "-o", "%T").stdout.strip() == "RUNNING", "it runs")
     two = ("n1", "n2")
     free = world.spec()
-    spec = replace(free, resources=replace(free.resources, nodes=3, exclude=two, avoided=two))
+    spec = replace(free, resources=replace(free.resources, nodes=2, exclude=two, avoided=two))
     job = world.submit(spec)
     world.release(job, spec)
     assert avoids(job.job_id) == "n[1-2]"

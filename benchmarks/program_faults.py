@@ -193,8 +193,8 @@ FAULTS = {
     "preempt": Fault(title="preemption", cause=preempt),
     "limit": Fault(title="time limit", cause=await_time_limit, pause=2.0,
                    settings=("cluster.time='2:30'", "cluster.signal_lead=75")),
-    "torn": Fault(title="torn newest", cause=tear_newest, pause=0.5),
-    "damaged": Fault(title="damaged newest", cause=damage_newest, pause=0.5),
+    "torn": Fault(title="torn newest", cause=tear_newest, pause=1.0),
+    "damaged": Fault(title="damaged newest", cause=damage_newest, pause=1.0),
     "disk": Fault(title="disk full", cause=fill_disk, disk="24m"),
 }  # fmt: skip
 """Columns of the table, keyed by the names for `--faults`."""

@@ -1,5 +1,6 @@
 """Export of a checkpoint's model: tensors, names and provenance."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import Tensor
 from checkpointing.engine.audit.sealed_checkpoint import SealedCheckpoint
 from checkpointing.engine.interchange.exporter import (
     LARGEST_FILE,
+    SINGLE_FILE,
     Exported,
     ExportedTensor,
     new_folder,
@@ -26,6 +28,15 @@ from checkpointing.storage.digests import digest
 from checkpointing.storage.durable import read_json
 from trainer.models import hugging_face
 from trainer.models.expert_stacks import SplitExperts, any_moves, expert_name
+from trainer.models.lora_export import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    MergedModel,
+    adapter_config,
+    adapter_name,
+    has_adapters,
+)
+from trainer.models.pretrained_weights import is_adapter
 from trainer.models.weights_import import PROVENANCE, PROVENANCE_SCHEMA, TORCH_FILE, ImportSource
 from trainer.protocol.config import HF_WORKLOAD, JobConfig
 from trainer.worker.saved_state.checkpoint_contents import SHARED_NAMES, buffers_name
@@ -82,7 +93,7 @@ class ExportRequest:
     """Settings for an export."""
 
     to: str
-    """`safetensors` or `torch`."""
+    """`safetensors`, `torch`, or `peft` for adapters alone."""
     folder: Path
     dtype: str | None = None
     """Target dtype of floating-point tensors; None leaves them unchanged."""
@@ -112,10 +123,14 @@ def export(
             nest = _make_nest(source, request)
             done = write_torch(source, wanted, draft, name=TORCH_FILE, nest=nest, progress=progress)
         else:
-            wanted = _safetensors_names(source, request)
-            split = SplitExperts(source)
-            done = write_safetensors(split, wanted, draft, largest=request.largest, progress=progress)
-            if request.has_built_in_model:
+            merged = MergedModel(source, request.config) if is_merge(request) and request.config else None
+            wanted = _merged_names(merged, request) if merged else _safetensors_names(source, request)
+            given = merged or SplitExperts(source)
+            done = write_safetensors(given, wanted, draft, largest=request.largest, progress=progress)
+            if request.to == "peft" and request.config is not None:
+                os.rename(draft / SINGLE_FILE, draft / ADAPTER_FILE)
+                write_json(draft / ADAPTER_CONFIG, adapter_config(request.config))
+            elif request.has_built_in_model:
                 assert request.config is not None
                 kind = str(wanted[0].dtype).removeprefix("torch.")
                 seq_len = request.config.train.seq_len
@@ -140,6 +155,19 @@ def _own_description(config: JobConfig) -> dict[str, Any] | None:
     return {**found, **(args.get("settings") or {}), "dtype": "float32"}
 
 
+def is_merge(request: ExportRequest) -> bool:
+    """Return whether adapters are merged into their base model."""
+    return request.to == "safetensors" and has_adapters(request.config)
+
+
+def _merged_names(merged: MergedModel, request: ExportRequest) -> list[ExportedTensor]:
+    kind = getattr(torch, request.dtype or "float32")
+    return [
+        ExportedTensor(key=name, name=name, dtype=kind if merged.dtype(name).is_floating_point else merged.dtype(name))
+        for name in merged.names
+    ]
+
+
 def _dtype(source: SealedCheckpoint, key: str, request: ExportRequest) -> torch.dtype:
     found = source.dtype(key)
     return getattr(torch, request.dtype) if request.dtype and found.is_floating_point else found
@@ -162,6 +190,14 @@ def _safetensors_names(source: SealedCheckpoint, request: ExportRequest) -> list
                 source.manifest.name, f"does not contain the built-in model of its configuration: {odd}"
             )
         return list(_expert_by_expert(source, {theirs[name]: model[name] for name in theirs}, request))
+    if request.to == "peft":
+        if not has_adapters(request.config):
+            raise CheckpointRefused(source.manifest.name, "has no LoRA adapters: use --to safetensors")
+        return [
+            ExportedTensor(key=key, name=adapter_name(name), dtype=_dtype(source, key, request))
+            for name, key in model.items()
+            if is_adapter(name)
+        ]
     model |= further_names(source, model)  # strict loading requires every name
     return [ExportedTensor(key=key, name=name, dtype=_dtype(source, key, request)) for name, key in model.items()]
 
@@ -240,7 +276,7 @@ def _provenance(
                 "key": w.key,
                 "dtype": str(w.dtype).removeprefix("torch."),
                 "fingerprint": done.fingerprints[w.name],
-                "converted": w.dtype != source.dtype(w.key.partition("#")[0]),
+                "converted": w.key in source.index.tensors and w.dtype != source.dtype(w.key.partition("#")[0]),
             }
             for w in wanted
         },

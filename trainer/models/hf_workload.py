@@ -4,13 +4,9 @@ Pretrained weights are read tensor by tensor, and each rank reads only its part 
 """
 
 import fnmatch
-import importlib
-import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -18,7 +14,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -27,10 +22,21 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from trainer.models.llama import fill, summed_cross_entropy
+from trainer.models.base_precision import PRECISIONS, QUANTIZERS, check_rows, empty_like, quantize_layers
+from trainer.models.llama import summed_cross_entropy
+from trainer.models.lora import add_adapters, check_settings, fill_adapters
+from trainer.models.pretrained_weights import (
+    WHERE,
+    Weights,
+    fill_head,
+    find_sources,
+    library,
+    load_pretrained,
+    new_head,
+)
 from trainer.parallel.apply.data_parallel import apply_data_parallel, mixed_precision, offloads_all
-from trainer.parallel.apply.fsdp_units import CannotShard, class_name, fsdp_units
-from trainer.parallel.apply.gradient_buckets import own_part
+from trainer.parallel.apply.frozen_base import FrozenBase, mark_frozen_base
+from trainer.parallel.apply.fsdp_units import CannotShard, fsdp_units, units_of_known_classes
 from trainer.parallel.apply.mesh import Layout
 from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.recipe_config import RecomputeConfig
@@ -44,8 +50,6 @@ TASKS = {
     "sequence-classification": "AutoModelForSequenceClassification",
 }
 """Classes of transformers, keyed by `workload.args.task`."""
-_WHERE = "workload.args.name_or_path"
-_INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 
 
 class HfWorkload(BaseWorkload):
@@ -56,36 +60,82 @@ class HfWorkload(BaseWorkload):
 
     def __init__(
         self, config: JobConfig, *, name_or_path: str, task: str = "causal-lm", pretrained: bool = True,
-        settings: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None, lora: Mapping[str, Any] | None = None, base: str | None = None,
     ) -> None:  # fmt: skip
-        """`name_or_path`: a folder or a name in the hub's cache; `settings` replace values of its configuration."""
-        super().__init__(config, name_or_path=name_or_path, task=task, pretrained=pretrained, settings=settings)
+        """`name_or_path`: a folder or a name in the hub's cache; `settings` replace values of its configuration.
+
+        `lora`: settings of `peft.LoraConfig`; only adapters are trained and saved. `base`: precision of the frozen
+        model, by default `train.dtype`.
+        """
+        super().__init__(
+            config, name_or_path=name_or_path, task=task, pretrained=pretrained, settings=settings, lora=lora, base=base
+        )
         if task not in TASKS:
             raise WorkloadError(f"workload.args.task={task}: must be one of {', '.join(TASKS)}")
         self.name_or_path, self.task, self.pretrained = os.path.expanduser(str(name_or_path)), task, pretrained
         self.settings = dict(settings or {})
+        self.lora, self.base = None if lora is None else dict(lora), base or config.train.dtype
+        self._check_lora(base)
         if config.train.compile:
             raise WorkloadError("train.compile=true: workload hf does not compile: type train.compile=false")
         if config.train.recompute != RecomputeConfig():
             raise WorkloadError("train.recompute: workload hf recomputes whole layers: leave train.recompute out")
 
+    def _check_lora(self, base: str | None) -> None:
+        if self.lora is None:
+            if base is not None:
+                raise WorkloadError("workload.args.base: is for a frozen model: type workload.args.lora.r=8")
+            return
+        check_settings(self.lora)
+        if self.base not in PRECISIONS:
+            raise WorkloadError(f"workload.args.base={self.base}: must be one of {', '.join(PRECISIONS)}")
+        if not self.pretrained:
+            raise WorkloadError("workload.args.lora: trains beside pretrained weights: type pretrained=true")
+        if self.config.parallel.tp > 1:
+            raise WorkloadError("workload.args.lora: adapters are not split by tensor parallelism: type parallel.tp=1")
+
     def build_model(self) -> nn.Module:
-        transformers = _library("transformers")
+        transformers = library("transformers")
         if self.name_or_path.startswith(("/", ".")) and not os.path.isdir(self.name_or_path):
-            raise WorkloadError(f"{_WHERE}={self.name_or_path}: no such folder on this node")
+            raise WorkloadError(f"{WHERE}={self.name_or_path}: no such folder on this node")
         try:
             made = transformers.AutoConfig.from_pretrained(self.name_or_path, **self.settings)
         except (OSError, ValueError) as error:
-            raise WorkloadError(f"{_WHERE}={self.name_or_path}: {str(error).splitlines()[0]}") from error
+            raise WorkloadError(f"{WHERE}={self.name_or_path}: {str(error).splitlines()[0]}") from error
         made.use_cache = False
+        kind = getattr(transformers, TASKS[self.task])
         with parameters_on_meta() if self.pretrained else nullcontext():
-            model: nn.Module = getattr(transformers, TASKS[self.task]).from_config(made, dtype=torch.float32)
+            model: nn.Module = kind.from_config(made, dtype=self._dtype)
+        if self.pretrained:  # what a model freezes after it was registered
+            with torch.device("meta"):
+                for name, twin in kind.from_config(made).named_parameters():
+                    model.get_parameter(name).requires_grad_(twin.requires_grad)
         if self.config.train.activation_checkpointing:
             try:
                 model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
             except ValueError as error:
                 raise WorkloadError(f"train.activation_checkpointing=true: {error}") from error
+        if self.lora is not None:
+            self._freeze(model, self.lora)
         return model
+
+    @property
+    def base_settings(self) -> dict[str, Any]:
+        """What decides the frozen model besides its files."""
+        return {**self.settings, "base": self.base}
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.float32 if self.lora is None or self.base in QUANTIZERS else getattr(torch, self.base)
+
+    def _freeze(self, model: nn.Module, lora: Mapping[str, Any]) -> None:
+        """Add adapters, and quantize the layers that they are in."""
+        head = new_head(model, find_sources(model, Weights.find(self.name_or_path)))
+        add_adapters(model, lora)
+        for name in head:
+            model.get_parameter(name).requires_grad_(True)
+        if self.base in QUANTIZERS and not quantize_layers(find_layers(model), self.base):
+            raise WorkloadError(f"workload.args.base={self.base}: {type(model).__name__} has no layers of nn.Linear")
 
     def parallelize(self, model: nn.Module, layout: Layout) -> nn.Module:
         """Apply the model's own tensor-parallel plan, then FSDP to its layers. The weights are read last."""
@@ -97,17 +147,24 @@ class HfWorkload(BaseWorkload):
             split_by_plan(model, layout.tp)
         if not self.pretrained:
             model.to(layout.device)
+        weights = Weights.find(self.name_or_path) if self.pretrained else None
+        sources = find_sources(model, weights) if weights is not None else {}
+        if weights is not None and self.lora is not None:
+            names = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
+            digest = weights.digest(self.name_or_path, self.base_settings, layout)
+            mark_frozen_base(model, FrozenBase(names=names, place=self.name_or_path, digest=digest))
         try:
             apply_data_parallel(find_layers(model), model, layout, self.config, mixed_precision(self.config))
         except CannotShard as error:
             raise WorkloadError(str(error)) from error
-        if self.pretrained:
+        if weights is not None:
+            check_rows(model)
             device = torch.device("cpu") if offloads_all(self.config) else layout.device
-            model._apply(
-                lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
-            )
+            model._apply(lambda tensor: empty_like(tensor, device) if tensor.is_meta else tensor.to(device))
             _tie(model)
-            load_pretrained(model, Weights.find(self.name_or_path), self.config.train.seed)
+            load_pretrained(model, weights, sources)
+            fill_adapters(model, self.config.train.seed)
+            fill_head(model, new_head(model, sources), self.config.train.seed)
         return model
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
@@ -119,14 +176,6 @@ class HfWorkload(BaseWorkload):
         logits = model(input_ids=batch[:, :-1]).logits
         mean: torch.Tensor = summed_cross_entropy(logits.flatten(0, 1), targets.flatten()) / targets.numel()
         return mean
-
-
-def _library(name: str) -> ModuleType:
-    """Import a library that orch itself does not need. Raises WorkloadError."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise WorkloadError(f"workload hf needs transformers: pip install transformers ({error})") from error
 
 
 @contextmanager
@@ -145,9 +194,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 def find_layers(model: nn.Module) -> list[nn.Module]:
     """Return the model's FSDP units: the layers that transformers never splits, else its children."""
-    classes = set(getattr(model, "_no_split_modules", None) or ())
-    found = [module for module in model.modules() if class_name(module) in classes]
-    return found or fsdp_units(model)
+    return units_of_known_classes(model, getattr(model, "_no_split_modules", None) or ()) or fsdp_units(model)
 
 
 def _tie(model: nn.Module) -> None:
@@ -197,12 +244,13 @@ def split_by_plan(model: nn.Module, mesh: DeviceMesh) -> None:
         why = f"the plan of {kind} has {unknown[0]}, which orch does not support"
         raise WorkloadError(f"parallel.tp={mesh.size()}: {why}: type parallel.tp=1")
     _check_sizes(model, mesh.size())
+    _check_coverage(model, plan, mesh.size())
     tied = bool(getattr(model.config, "tie_word_embeddings", False))  # the output has the embedding's parameter
     styles: dict[str, ParallelStyle] = {}
     for name, module in model.named_modules():
         if not any(True for _ in module.named_parameters(recurse=False)):
             continue
-        style = next((style for pattern, style in plan.items() if fnmatch.fnmatchcase(name, pattern)), None)
+        style = _planned(name, plan)
         is_tied = tied and module is model.get_output_embeddings()  # type: ignore[operator]
         styles[name] = Replicated() if style is None or is_tied else STYLES[style]
     parallelize_module(model, mesh, styles)
@@ -219,109 +267,22 @@ def _plan(model: nn.Module) -> dict[str, str]:
     return {**found, **(type(model).__dict__.get("_tp_plan") or {})} if found else {}
 
 
+def _planned(name: str, plan: Mapping[str, str]) -> str | None:
+    return next((style for pattern, style in plan.items() if fnmatch.fnmatchcase(name, pattern)), None)
+
+
+def _check_coverage(model: nn.Module, plan: Mapping[str, str], ranks: int) -> None:
+    """Refuse parameters beside split modules that the plan leaves out: they may get a part of the activations."""
+    split = {name.rpartition(".")[0] for name, _ in model.named_modules() if _planned(name, plan)} - {""}
+    for name, _ in model.named_parameters():
+        module = name.rpartition(".")[0]
+        if not _planned(module, plan) and any(module.startswith(f"{owner}.") for owner in split):
+            why = f"the tensor-parallel plan of {type(model).__name__} leaves {module} out"
+            raise WorkloadError(f"parallel.tp={ranks}: {why}: type parallel.tp=1")
+
+
 def _check_sizes(model: nn.Module, ranks: int) -> None:
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
         size = getattr(model.config, key, None)
         if isinstance(size, int) and size % ranks:
             raise WorkloadError(f"the model's {key}={size}: must be a multiple of parallel.tp={ranks}")
-
-
-# -- weights
-
-
-class Weights:
-    """Tensors of a pretrained model in safetensors files."""
-
-    def __init__(self, files: Mapping[str, str]) -> None:
-        self.files = dict(files)
-        """File of each tensor."""
-        self._open: dict[str, Any] = {}
-
-    @classmethod
-    def find(cls, name_or_path: str) -> "Weights":
-        """Find the files in a folder or in the hub's cache. Raises WorkloadError."""
-        cached_file, quiet = (
-            _library("transformers.utils").cached_file,
-            {"_raise_exceptions_for_missing_entries": False},
-        )
-        index = cached_file(name_or_path, _INDEX, **quiet)
-        if index is not None:
-            places: dict[str, str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-            files = {file: cached_file(name_or_path, file) for file in sorted(set(places.values()))}
-            return cls({name: str(files[file]) for name, file in places.items()})
-        single = cached_file(name_or_path, _WEIGHTS, **quiet)
-        if single is None:
-            raise WorkloadError(
-                f"{_WHERE}={name_or_path}: has no {_WEIGHTS}: type workload.args.pretrained=false for new weights"
-            )
-        with _library("safetensors").safe_open(single, framework="pt") as file:
-            return cls(dict.fromkeys(file.keys(), str(single)))
-
-    def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
-        """Read a region of a tensor, or all of it."""
-        part: torch.Tensor = self._file(name).get_slice(name)[region or slice(None)]
-        return part
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._file(name).get_slice(name).get_shape())
-
-    def _file(self, name: str) -> Any:
-        path = self.files[name]
-        if path not in self._open:
-            self._open = {path: _library("safetensors").safe_open(path, framework="pt")}
-        return self._open[path]
-
-
-@torch.no_grad()
-def load_pretrained(model: nn.Module, weights: Weights, seed: int) -> list[str]:
-    """Read this rank's part of each parameter, and return the names of those of a new head, which no file has.
-
-    These get initial values. Raises WorkloadError if another parameter is missing, or a shape differs.
-    """
-    names = [name for name, _ in model.named_parameters()]
-    sources = match_names(model, weights.files)
-    missing, base = [name for name in names if name not in sources], f"{getattr(model, 'base_model_prefix', '')}."
-    if lacking := [name for name in missing if name.startswith(base) or len(sources) < len(missing)]:
-        hint = "models whose files transformers converts, such as Mixtral, need the built-in model"
-        raise WorkloadError(f"{_WHERE}: its files have no {lacking[0]} ({len(lacking)} such parameters): {hint}")
-    # In the order of the files, so that each is opened once.
-    for name in sorted(sources, key=lambda one: (weights.files[sources[one]], one)):
-        parameter = model.get_parameter(name)
-        shape = weights.shape(sources[name])
-        if shape != tuple(parameter.shape):
-            raise WorkloadError(f"{_WHERE}: {sources[name]} is {list(shape)}, the model's is {list(parameter.shape)}")
-        if own_part(parameter).numel():
-            own_part(parameter).copy_(weights.read(sources[name], _own_region(parameter)))
-    deviation = float(getattr(model.config, "initializer_range", 0.02))
-    for name in missing:
-        ones = "norm" in name.lower() and name.endswith("weight")
-        fill(name, model.get_parameter(name), seed, None if ones else 0.0 if name.endswith("bias") else deviation)
-    return missing
-
-
-def match_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Return the name in the files of each parameter that they have, by the renamings that transformers applies.
-
-    Tensors that transformers would stack or split are left out.
-    """
-    known = dict(model.named_parameters())
-    mapping = _library("transformers.conversion_mapping").get_model_conversion_mapping(model)
-    loading = _library("transformers.core_model_loading")
-    renamings = [one for one in mapping if isinstance(one, loading.WeightRenaming)]
-    converters = [one for one in mapping if isinstance(one, loading.WeightConverter)]
-    found = {}
-    for name in names:
-        renamed, converted = loading.rename_source_key(
-            name, renamings, converters, getattr(model, "base_model_prefix", ""), known
-        )
-        if renamed in known and converted is None:
-            found[renamed] = name
-    return found
-
-
-def _own_region(parameter: torch.Tensor) -> tuple[slice, ...]:
-    """Return the part of a parameter on this rank."""
-    if not isinstance(parameter, DTensor):
-        return ()
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))

@@ -75,6 +75,7 @@ def open_for_export(storage: Storage, name: str) -> SealedCheckpoint:
     return source
 
 
+SINGLE_FILE = "model.safetensors"
 LARGEST_FILE = 5 * 10**9
 """Maximum bytes of values in one safetensors file; a larger tensor gets its own file."""
 
@@ -233,7 +234,7 @@ def _groups(source: ExportSource, wanted: Sequence[ExportedTensor], largest: int
 
 
 def _file_name(number: int, count: int) -> str:
-    return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+    return SINGLE_FILE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 def _copy_tensor(source: ExportSource, w: ExportedTensor, stream: BinaryIO, meter: _Meter) -> str:

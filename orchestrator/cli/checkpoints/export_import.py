@@ -34,8 +34,8 @@ EXPORT_JSON = "{checkpoint, step, run, path, files: [{name, bytes}], bytes, tens
 @click.argument("target", metavar="RUN[@STEP]|FOLDER")
 @click.argument("folder", metavar="DIR", type=NonEmptyPath(path_type=Path))
 @click.option(
-    "--to", type=click.Choice(["safetensors", "torch"]), default="safetensors", show_default=True,
-    help="safetensors: loadable by `transformers`. torch: one file for torch.load.",
+    "--to", type=click.Choice(["safetensors", "torch", "peft"]), default="safetensors", show_default=True,
+    help="safetensors: loadable by `transformers`. torch: one file for torch.load. peft: LoRA adapters alone.",
 )  # fmt: skip
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="Convert the model's floating-point values.")
 @click.option("--with-optimizer", is_flag=True, help="Also write the optimizer's state (with --to torch).")
@@ -52,6 +52,9 @@ def export(
     safetensors: for the built-in model and `workload: hf`, `config.json` and `model.safetensors` as `transformers`
     loads them (above 5 GB in several files); for any other model, its own names. torch: `checkpoint.pt` for
     `torch.load(weights_only=True)`, with `model`, `step`, `extra`, and with --with-optimizer `optimizer`.
+
+    A run with `workload.args.lora`: safetensors merges the adapters into the base model, whose files must be there
+    unchanged; peft writes `adapter_model.safetensors` and `adapter_config.json`.
     """
     if with_optimizer and to != "torch":
         raise ConfigError("safetensors cannot hold the optimizer state", where="--with-optimizer", hint="--to torch")

@@ -31,9 +31,12 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def make_batch(kind: str) -> Any:
     draw = torch.Generator().manual_seed(5)
     tokens = torch.randint(1, 128, (8, 17), generator=draw)
-    if kind == "vit":
+    task = TASKS.get(kind)
+    if task == "image-classification":
         return {"pixel_values": torch.randn(8, 3, 16, 16, generator=draw), "labels": tokens[:, 0] % 5}
-    return {"input_ids": tokens, "labels": tokens[:, :9].contiguous()} if kind == "t5" else tokens
+    if task == "seq2seq-lm":
+        return {"input_ids": tokens, "labels": tokens[:, :9].contiguous()}
+    return {"input_ids": tokens, "labels": tokens} if task == "masked-lm" else tokens
 
 
 def own_part(batch: Any, rank: int, ranks: int) -> Any:
@@ -70,7 +73,11 @@ def difference(
         theirs.load_state_dict(model.state_dict())
     assert bool(model.is_gradient_checkpointing) == recompute
     model = workload.parallelize(model, layout)
-    batch = make_batch(kind)
+    if kind == "resnet":  # in training, the statistics are those of each rank's own samples
+        model.eval()
+        theirs.eval()
+    batch, theirs_of = make_batch(kind), dict(theirs.named_buffers())
+    kept = {name: (whole(one).clone(), theirs_of[name].clone()) for name, one in model.named_buffers()}
     sync = GradientSync(model, layout, config.parallel.reduce, lambda: None)
     sync.backward(workload.loss(model, own_part(batch, layout.dp_rank, layout.dp_size)), is_last=True)
     workload.loss(theirs, batch).backward()
@@ -85,6 +92,7 @@ def difference(
     )
     held = sum(one.to_local().numel() if isinstance(one, DTensor) else one.numel() for one in model.parameters())
     return {
+        "same buffers": all(torch.equal(*pair) for pair in kept.values()),
         "same weights": all(torch.equal(value, wanted[name]) for name, (value, _) in found.items()),
         "gradients": worst, "share": held / sum(one.numel() for one in wanted.values()),
     }  # fmt: skip

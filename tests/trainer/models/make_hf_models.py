@@ -1,4 +1,4 @@
-"""Small models of transformers with random weights: `make_hf_models.py FOLDER [VOCABULARY]`."""
+"""Small models of transformers with random weights: `make_hf_models.py FOLDER [VOCABULARY [KIND]]`."""
 
 import os
 import sys
@@ -25,11 +25,24 @@ KINDS = {
     "vit": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
             "image_size": 16, "patch_size": 4, "num_labels": 5, "hidden_dropout_prob": 0.0,
             "attention_probs_dropout_prob": 0.0},
+    "gpt_neox": {**SIZES, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    "bert": {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "xlm-roberta": {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pad_token_id": 1},
+    "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "num_labels": 5, "layer_type": "basic"},
+    "apertus": {**SIZES},
+    "mbart": {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+              "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0.0,
+              "max_position_embeddings": 64},
     "t5": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
            "decoder_start_token_id": 0},
 }  # fmt: skip
 """Configurations, keyed by `model_type`."""
-TASKS = {"vit": "image-classification", "t5": "seq2seq-lm"}
+LORA = {**SIZES, "hidden_size": 64, "intermediate_size": 128}
+"""A Llama whose layers nf4 can hold."""
+TASKS = {
+    "vit": "image-classification", "resnet": "image-classification", "t5": "seq2seq-lm", "mbart": "seq2seq-lm",
+    "bert": "masked-lm", "xlm-roberta": "masked-lm",
+}  # fmt: skip
 """Tasks of models that are no causal language models."""
 
 
@@ -41,10 +54,18 @@ def main() -> None:
 
     torch.manual_seed(3)
     vocabulary = {"vocab_size": int(sys.argv[2]) if len(sys.argv) > 2 else 128}
-    for kind, settings in KINDS.items():
-        config = transformers.AutoConfig.for_model(kind, **({} if kind == "vit" else vocabulary), **settings)
+    wanted = sys.argv[3:] or KINDS
+    for kind in wanted:
+        model_type, settings = ("llama", LORA) if kind == "lora" else (kind, KINDS[kind])
+        config = transformers.AutoConfig.for_model(
+            model_type, **({} if kind in ("vit", "resnet") else vocabulary), **settings
+        )
         factory = getattr(transformers, hf_workload.TASKS[TASKS.get(kind, "causal-lm")])
-        factory.from_config(config).save_pretrained(Path(sys.argv[1], kind), max_shard_size="30KB")
+        model = factory.from_config(config)
+        for name, buffer in model.named_buffers():
+            if name.endswith("running_mean"):  # of BatchNorm, as after training
+                buffer.uniform_()
+        model.save_pretrained(Path(sys.argv[1], kind), max_shard_size="30KB")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -106,6 +106,16 @@ def chosen_units(model: nn.Module, wrap: str, layers: Sequence[nn.Module]) -> li
     if wrap.isdecimal():
         return _large_units(closed, int(wrap))
     return _units_of_classes(model, closed, {name.strip() for name in wrap.split(",")})
+
+
+def units_of_known_classes(model: nn.Module, classes: Collection[str]) -> list[nn.Module]:
+    """Return the modules of these classes that may be units, inner modules before outer ones."""
+    places = _places(model)
+    return [
+        module
+        for name, module in _inner_first(model)
+        if class_name(module) in classes and _is_closed(module, name, places)
+    ]
 
 
 def _units_of_classes(model: nn.Module, closed: Sequence[nn.Module], wanted: set[str]) -> list[nn.Module]:

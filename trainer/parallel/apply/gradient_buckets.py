@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trainer.costs.peak_bytes import pack_buckets
+from trainer.parallel.apply.frozen_base import saved_parameters
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -291,8 +292,8 @@ def mark_replica(model: nn.Module) -> None:
 
 
 def replicated_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of all marked modules within `model`, keyed by their names in `model`."""
+    """Return the parameters of all marked modules within `model`, keyed by their names in it; no frozen base."""
     members = {
         id(parameter) for module in model.modules() if vars(module).get(_MARK) for parameter in module.parameters()
     }
-    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in members}
+    return {name: parameter for name, parameter in saved_parameters(model) if id(parameter) in members}

@@ -18,6 +18,7 @@ from checkpointing.engine.state.fingerprints import digest_replicas
 from checkpointing.format.manifest import Index, Manifest
 from checkpointing.storage.digests import digest
 from checkpointing.storage.durable import canonical
+from trainer.parallel.apply.frozen_base import saved_parameters
 from trainer.parallel.apply.mesh import Layout, all_gather_json
 from trainer.worker.saved_state.rng_state import generators_fault, origin_fault, rng_name
 
@@ -123,8 +124,11 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers, keyed by `model/<name>`. A shared parameter has only its first name."""
-    found = {f"model/{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    """Return saved parameters and persistent buffers, keyed by `model/<name>`.
+
+    A shared parameter has only its first name.
+    """
+    found = {f"model/{name}": parameter.detach() for name, parameter in saved_parameters(model)}
     found.update({f"model/{name}": buffer for name, buffer in persistent_buffers(model).items()})
     return found
 
@@ -183,7 +187,7 @@ def weights_digest(model: nn.Module, layout: Layout) -> str | None:
     for name, tensor in tensors:
         if layout.rank == 0:
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-            _update_digest(digest, tensor.cpu().contiguous())
+            update_digest(digest, tensor.cpu().contiguous())
     return digest.hexdigest() if layout.rank == 0 else None
 
 
@@ -230,7 +234,8 @@ def _silence_redistribute_warning() -> Iterator[None]:
         logger.disabled = before
 
 
-def _update_digest(digest: xxhash.xxh3_128, tensor: torch.Tensor) -> None:
+def update_digest(digest: xxhash.xxh3_128, tensor: torch.Tensor) -> None:
+    """Add the bytes of a contiguous tensor in host memory."""
     size = tensor.numel() * tensor.element_size()
     for start in range(0, size, _HASH_CHUNK):
         digest.update(ctypes.string_at(tensor.data_ptr() + start, min(_HASH_CHUNK, size - start)))

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from trainer.parallel.apply.frozen_base import saved_parameters
 from trainer.worker.saved_state import checkpoint_contents, object_state
 from trainer.worker.saved_state.checkpoint_contents import buffer_slots, buffers_name, tensor_metadata, zeros
 from trainer.worker.saved_state.object_state import UnsavableValue
@@ -395,7 +396,7 @@ def nan_weights(model: nn.Module) -> frozenset[str]:
     """Return the keys of this rank's weights that contain NaN before training, such as uninitialized memory."""
     weights = {
         f"model/{name}": (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).detach()
-        for name, parameter in model.named_parameters()
+        for name, parameter in saved_parameters(model)
         if parameter.is_floating_point() and parameter.numel()
     }
     return frozenset(key for key, weight in weights.items() if bool(torch.isnan(_widen(weight)).any()))

@@ -13,6 +13,7 @@ from checkpointing.engine.restore.source import OptionalKeys
 from checkpointing.errors import SaveFailed
 from checkpointing.storage.digests import digest
 from checkpointing.storage.durable import dump_line, number
+from trainer.parallel.apply.frozen_base import FROZEN_BASE, frozen_base, saved_parameters
 from trainer.parallel.apply.mesh import Layout
 from trainer.worker import optimizer as optimizers
 from trainer.worker.data import Data, Positions, unwrap_data
@@ -205,6 +206,8 @@ class TrainState:
             extra["loss_scale"] = loss_scale
         if names := checkpoint_contents.shared_names(self._model):
             extra[checkpoint_contents.SHARED_NAMES] = names
+        if base := frozen_base(self._model):
+            extra[FROZEN_BASE] = base.digest
         tensors = self._inventory.tensors()
         set_origin(tensors[self._rng], self._rank, self.step)
         facts, trained = self._facts(tensors), self._inventory.trained_keys() - self._nan
@@ -369,13 +372,19 @@ class TrainState:
         for key, name in (("seed", "train.seed"), ("fingerprint", "the fingerprint of the data")):
             if None not in (extra.get(key), now[key]) and extra[key] != now[key]:
                 raise WorkloadError(f"{name} is {now[key]}, but the checkpoint was saved with {extra[key]}")
+        base = frozen_base(self._model)
+        if base is not None and extra.get(FROZEN_BASE, base.digest) != base.digest:
+            raise WorkloadError(
+                f"the base model in {base.place} is not the one that this run was trained with (digest {base.digest}, "
+                f"saved {extra[FROZEN_BASE]}): put its original files and workload.args back"
+            )
 
     def _targets(self, extra: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         own = self._rank_facts(extra)
         self._memory.restore(own.get("parted_memory", ()))
         buffers = self._buffers.targets(extra.get("rank_state") or [{}], extra)
         return {
-            **{f"model/{name}": parameter.detach() for name, parameter in self._model.named_parameters()},
+            **{f"model/{name}": parameter.detach() for name, parameter in saved_parameters(self._model)},
             **buffers,
             **self._extra_state.targets(own.get("extra_state", {})),
             **self._optimizer_state.targets(own.get("optimizer")),

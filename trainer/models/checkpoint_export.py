@@ -1,5 +1,6 @@
 """Export of a checkpoint's model: tensors, names and provenance."""
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,9 +26,9 @@ from checkpointing.errors import CheckpointRefused
 from checkpointing.format.manifest import TensorInfo
 from checkpointing.storage.backends import Storage
 from checkpointing.storage.digests import digest
-from checkpointing.storage.durable import read_json
 from trainer.models import hugging_face
 from trainer.models.expert_stacks import SplitExperts, any_moves, expert_name
+from trainer.models.hf_workload import CONFIG_STATE
 from trainer.models.lora_export import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -40,6 +41,7 @@ from trainer.models.pretrained_weights import is_adapter
 from trainer.models.weights_import import PROVENANCE, PROVENANCE_SCHEMA, TORCH_FILE, ImportSource
 from trainer.protocol.config import HF_WORKLOAD, JobConfig
 from trainer.worker.saved_state.checkpoint_contents import SHARED_NAMES, buffers_name
+from trainer.worker.saved_state.object_state import decode
 from trainer.worker.saved_state.optimizer_state import PREFIXES
 
 MODEL, _BUFFERS = "model/", buffers_name(0)
@@ -136,23 +138,25 @@ def export(
                 seq_len = request.config.train.seq_len
                 described = hugging_face.config_json(request.config.model, seq_len=seq_len, dtype=kind)
                 write_json(draft / "config.json", described)
-            elif request.config is not None and (theirs := _own_description(request.config)):
+            elif request.config is not None and (theirs := _own_description(source, request)):
                 write_json(draft / "config.json", theirs)
         provenance = _provenance(source, request, wanted, done)
         write_json(draft / PROVENANCE, provenance)
     return done, provenance
 
 
-def _own_description(config: JobConfig) -> dict[str, Any] | None:
-    """Return `config.json` for a model of `workload: hf` that came from a folder, or None."""
-    args = config.workload.args
-    path = Path(str(args.get("name_or_path", ""))).expanduser() / "config.json"
-    if config.workload.target != HF_WORKLOAD or not path.is_file():
+def _own_description(source: SealedCheckpoint, request: ExportRequest) -> dict[str, Any] | None:
+    """Return `config.json` for a model of `workload: hf`, as the run began with it, or None for another model."""
+    assert request.config is not None
+    if request.config.workload.target != HF_WORKLOAD:
         return None
-    found = read_json(path)
-    if not isinstance(found, dict):
+    states = source.manifest.extra.get("rank_state") or [{}]
+    state = states[0].get("workload")
+    saved = decode(state["value"], {}, {}).get(CONFIG_STATE) if state else None
+    if saved is None:
         return None
-    return {**found, **(args.get("settings") or {}), "dtype": "float32"}
+    settings = request.config.workload.args.get("settings") or {}
+    return {**json.loads(saved), **settings, "dtype": request.dtype or "float32"}
 
 
 def is_merge(request: ExportRequest) -> bool:

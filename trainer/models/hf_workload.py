@@ -4,9 +4,12 @@ Pretrained weights are read tensor by tensor, and each rank reads only its part 
 """
 
 import fnmatch
+import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -33,6 +36,7 @@ from trainer.models.pretrained_weights import (
     library,
     load_pretrained,
     new_head,
+    read_config,
 )
 from trainer.parallel.apply.data_parallel import apply_data_parallel, mixed_precision, offloads_all
 from trainer.parallel.apply.frozen_base import FrozenBase, mark_frozen_base
@@ -40,6 +44,8 @@ from trainer.parallel.apply.fsdp_units import CannotShard, fsdp_units, units_of_
 from trainer.parallel.apply.mesh import Layout
 from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.recipe_config import RecomputeConfig
+from trainer.protocol.token_shards import TokenIndex
+from trainer.worker.data import Data, StatefulData
 from trainer.worker.workload import BaseWorkload, WorkloadError
 
 TASKS = {
@@ -50,6 +56,9 @@ TASKS = {
     "sequence-classification": "AutoModelForSequenceClassification",
 }
 """Classes of transformers, keyed by `workload.args.task`."""
+CONFIG_STATE = "config.json"
+"""Key of the model's configuration in the workload's state."""
+_NO_PART_OF_THE_MODEL = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")
 
 
 class HfWorkload(BaseWorkload):
@@ -70,12 +79,22 @@ class HfWorkload(BaseWorkload):
         super().__init__(
             config, name_or_path=name_or_path, task=task, pretrained=pretrained, settings=settings, lora=lora, base=base
         )
+        for name, value, kind in (("pretrained", pretrained, bool), ("settings", settings or {}, Mapping)):
+            if not isinstance(value, kind):
+                raise WorkloadError(f"workload.args.{name}={value}: must be a {kind.__name__.lower()}")
         if task not in TASKS:
             raise WorkloadError(f"workload.args.task={task}: must be one of {', '.join(TASKS)}")
         self.name_or_path, self.task, self.pretrained = os.path.expanduser(str(name_or_path)), task, pretrained
         self.settings = dict(settings or {})
+        self._weights: Weights | WorkloadError = WorkloadError("the weights were not looked for")
+        self._sources: dict[str, str] = {}
+        self._description: dict[str, Any] = {}
         self.lora, self.base = None if lora is None else dict(lora), base or config.train.dtype
         self._check_lora(base)
+        if task != "causal-lm" and type(self).build_data is HfWorkload.build_data:
+            raise WorkloadError(
+                f"workload.args.task={task}: token shards are for causal-lm: derive a class with its data"
+            )
         if config.train.compile:
             raise WorkloadError("train.compile=true: workload hf does not compile: type train.compile=false")
         if config.train.recompute != RecomputeConfig():
@@ -96,16 +115,14 @@ class HfWorkload(BaseWorkload):
 
     def build_model(self) -> nn.Module:
         transformers = library("transformers")
-        if self.name_or_path.startswith(("/", ".")) and not os.path.isdir(self.name_or_path):
-            raise WorkloadError(f"{WHERE}={self.name_or_path}: no such folder on this node")
-        try:
-            made = transformers.AutoConfig.from_pretrained(self.name_or_path, **self.settings)
-        except (OSError, ValueError) as error:
-            raise WorkloadError(f"{WHERE}={self.name_or_path}: {str(error).splitlines()[0]}") from error
-        made.use_cache = False
+        made = self._read_config(transformers)
         kind = getattr(transformers, TASKS[self.task])
-        with parameters_on_meta() if self.pretrained else nullcontext():
-            model: nn.Module = kind.from_config(made, dtype=self._dtype)
+        try:
+            with parameters_on_meta() if self.pretrained else nullcontext():
+                model: nn.Module = kind.from_config(made, dtype=self._dtype)
+        except (ValueError, TypeError) as error:
+            why = f"transformers makes no {TASKS[self.task]} of model_type {made.model_type!r} with these settings"
+            raise WorkloadError(f"workload.args.task={self.task}: {why}: {_first_line(error)}") from error
         if self.pretrained:  # what a model freezes after it was registered
             with torch.device("meta"):
                 for name, twin in kind.from_config(made).named_parameters():
@@ -119,6 +136,45 @@ class HfWorkload(BaseWorkload):
             self._freeze(model, self.lora)
         return model
 
+    def _read_config(self, transformers: Any) -> Any:
+        """Return the configuration of transformers. Raises WorkloadError."""
+        if self.name_or_path.startswith(("/", ".")) and not os.path.isdir(self.name_or_path):
+            raise WorkloadError(f"{WHERE}={self.name_or_path}: no such folder on this node")
+        self._description = read_config(self.name_or_path)
+        try:
+            made = transformers.AutoConfig.from_pretrained(self.name_or_path, trust_remote_code=False)
+            unknown = [key for key in self.settings if not hasattr(made, key) or key in ("rope_scaling", "rope_theta")]
+            if not unknown:
+                made = transformers.AutoConfig.from_pretrained(self.name_or_path, **self.settings)
+        except (OSError, ValueError, TypeError, library("huggingface_hub.errors").StrictDataclassError) as error:
+            raise WorkloadError(f"{WHERE}={self.name_or_path}: {_first_line(error)}") from error
+        if unknown:
+            remedy = "rope_parameters" if unknown[0].startswith("rope") else "a key of its config.json"
+            raise WorkloadError(
+                f"workload.args.settings.{unknown[0]}: {made.model_type} does not read it: use {remedy}"
+            )
+        if self.pretrained and getattr(made, "quantization_config", None):
+            raise WorkloadError(f"{WHERE}={self.name_or_path}: its weights are quantized: use the full weights")
+        made.use_cache = False
+        return made
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the model's configuration, which a restart compares, and exports contain."""
+        return {CONFIG_STATE: json.dumps(self._description, sort_keys=True)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Refuse to go on with another configuration than the run began with."""
+        saved = json.loads(state.get(CONFIG_STATE, "{}"))
+        differing = [
+            key
+            for key in sorted(saved.keys() | self._description.keys() if saved else ())
+            if saved.get(key) != self._description.get(key) and key not in _NO_PART_OF_THE_MODEL
+        ]
+        if differing:
+            key = differing[0]
+            changes = f"{key} is {self._description.get(key)!r} and was {saved.get(key)!r}"
+            raise WorkloadError(f"config.json of {self.name_or_path} has changed: {changes}: put the file back")
+
     @property
     def base_settings(self) -> dict[str, Any]:
         """What decides the frozen model besides its files."""
@@ -130,7 +186,7 @@ class HfWorkload(BaseWorkload):
 
     def _freeze(self, model: nn.Module, lora: Mapping[str, Any]) -> None:
         """Add adapters, and quantize the layers that they are in."""
-        head = new_head(model, find_sources(model, Weights.find(self.name_or_path)))
+        head = new_head(model, self._find_sources(model, Weights.find(self.name_or_path)))
         add_adapters(model, lora)
         for name in head:
             model.get_parameter(name).requires_grad_(True)
@@ -138,7 +194,7 @@ class HfWorkload(BaseWorkload):
             raise WorkloadError(f"workload.args.base={self.base}: {type(model).__name__} has no layers of nn.Linear")
 
     def parallelize(self, model: nn.Module, layout: Layout) -> nn.Module:
-        """Apply the model's own tensor-parallel plan, then FSDP to its layers. The weights are read last."""
+        """Apply the model's own tensor-parallel plan, then FSDP to its layers, and read frozen weights."""
         for name in ("cp", "pp", "ep"):
             if layout.sizes.get(name, 1) > 1:
                 key = "pipeline.stages" if name == "pp" else name
@@ -147,25 +203,68 @@ class HfWorkload(BaseWorkload):
             split_by_plan(model, layout.tp)
         if not self.pretrained:
             model.to(layout.device)
-        weights = Weights.find(self.name_or_path) if self.pretrained else None
-        sources = find_sources(model, weights) if weights is not None else {}
-        if weights is not None and self.lora is not None:
-            names = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
-            digest = weights.digest(self.name_or_path, self.base_settings, layout)
-            mark_frozen_base(model, FrozenBase(names=names, place=self.name_or_path, digest=digest))
+        else:
+            self._match_weights(model, layout)
         try:
             apply_data_parallel(find_layers(model), model, layout, self.config, mixed_precision(self.config))
         except CannotShard as error:
             raise WorkloadError(str(error)) from error
-        if weights is not None:
+        if self.pretrained:
             check_rows(model)
             device = torch.device("cpu") if offloads_all(self.config) else layout.device
             model._apply(lambda tensor: empty_like(tensor, device) if tensor.is_meta else tensor.to(device))
             _tie(model)
-            load_pretrained(model, weights, sources)
-            fill_adapters(model, self.config.train.seed)
-            fill_head(model, new_head(model, sources), self.config.train.seed)
+        if isinstance(self._weights, Weights) and self.lora is not None:
+            load_pretrained(model, self._weights, self._sources)
         return model
+
+    def _match_weights(self, model: nn.Module, layout: Layout) -> None:
+        """Find the pretrained tensors of a whole model. A restart needs only those that are frozen."""
+        try:
+            self._weights = Weights.find(self.name_or_path)
+        except WorkloadError as error:
+            if self.lora is not None:
+                raise
+            self._weights = error
+            return
+        self._sources = self._find_sources(model, self._weights)
+        if self.lora is not None:
+            names = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
+            digest = self._weights.digest(self.name_or_path, self.base_settings, layout)
+            mark_frozen_base(model, FrozenBase(names=names, place=self.name_or_path, digest=digest))
+
+    def set_initial_weights(self, model: nn.Module) -> None:
+        """Read the pretrained weights, and fill adapters and a new head; a restored checkpoint has them instead."""
+        if not self.pretrained:
+            return
+        if isinstance(self._weights, WorkloadError):
+            raise self._weights
+        if self.lora is None:
+            load_pretrained(model, self._weights, self._sources)
+        fill_adapters(model, self.config.train.seed)
+        fill_head(model, new_head(model, self._sources), self.config.train.seed)
+
+    def build_data(self, layout: Layout) -> Data | StatefulData:
+        data = super().build_data(layout)
+        found, known = TokenIndex.read(Path(self.config.data.path)).vocab_size, self._description.get("vocab_size")
+        if isinstance(known, int) and found > self.settings.get("vocab_size", known):
+            raise WorkloadError(
+                f"{self.config.data.path} has {found} distinct tokens, but the model's vocab_size is {known}"
+            )
+        return data
+
+    def _find_sources(self, model: nn.Module, weights: Weights) -> dict[str, str]:
+        """Return the name in the files of each tensor, and say what is in only one of model and files."""
+        sources = find_sources(model, weights)
+        head, unused = new_head(model, sources), sorted(weights.files.keys() - set(sources.values()))
+        if head and self.task.endswith("-lm"):
+            why = f"its files have no {head[0]}, so the language model would have a new head"
+            raise WorkloadError(f"{WHERE}={self.name_or_path}: {why}: type workload.args.pretrained=false to train one")
+        for names, what in ((head, "new, with initial values"), (unused, "in its files, but not in the model")):
+            if names:
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                sys.stderr.write(f"{self.name_or_path}: {', '.join(names[:3])}{more}: {what}\n")
+        return sources
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Return the model's own loss of a mapping, or the cross-entropy of tokens 1.. given tokens 0.. in float32."""
@@ -176,6 +275,11 @@ class HfWorkload(BaseWorkload):
         logits = model(input_ids=batch[:, :-1]).logits
         mean: torch.Tensor = summed_cross_entropy(logits.flatten(0, 1), targets.flatten()) / targets.numel()
         return mean
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
 
 
 @contextmanager

@@ -14,6 +14,8 @@ _OUTSIDE_LAYERS = {
     "norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
+TIED = ("model.embed_tokens.weight", "lm_head.weight")
+"""Names of a file's two copies of tied weights."""
 _INSIDE_LAYERS = {
     "attention_norm.weight": "input_layernorm.weight",
     "attention.wq.weight": "self_attn.q_proj.weight",
@@ -33,7 +35,13 @@ _EXPERTS = {
     **{f"feed_forward.experts.{matrix}": f"block_sparse_moe.experts.{matrix}" for matrix in ("w1", "w2", "w3")},
 }
 """Names as `expert_stacks.py` has them; files have one matrix for each expert, and no adjustments."""
-_REQUIRED = {"hidden_act": "silu", "mlp_bias": False}
+_REQUIRED = {"mlp_bias": False, "partial_rotary_factor": 1.0}
+_DEFAULTS = {"rms_norm_eps": 1e-6, "max_window_layers": 28}
+"""Values of transformers for keys that a file leaves out."""
+_NUMBERS = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+    "rms_norm_eps", "sliding_window", "rope_theta", "vocab_size", "num_local_experts", "num_experts_per_tok",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +55,14 @@ class Architecture:
     windows: bool = False
     """Whether it can have a sliding window."""
     has_experts: bool = False
+    rope_theta: float = 1e4
+    """Value of transformers for a file without one."""
 
 
 ARCHITECTURES = (
     Architecture(model_type="llama", name="LlamaForCausalLM"),
     Architecture(model_type="mistral", name="MistralForCausalLM", windows=True),
-    Architecture(model_type="mixtral", name="MixtralForCausalLM", windows=True, has_experts=True),
+    Architecture(model_type="mixtral", name="MixtralForCausalLM", windows=True, has_experts=True, rope_theta=1e6),
     Architecture(model_type="qwen2", name="Qwen2ForCausalLM", qkv_bias=True),
     Architecture(model_type="qwen3", name="Qwen3ForCausalLM", qk_norm=True),
 )
@@ -160,6 +170,16 @@ def mismatches(theirs: Mapping[str, Any], config: ModelConfig) -> Iterator[tuple
         known = ", ".join(one.model_type for one in ARCHITECTURES)
         yield f"its model_type is {kind!r}; the built-in model supports only {known}", ""
         return
+    malformed = list(_malformed(theirs))
+    yield from malformed
+    if malformed:
+        return
+    if theirs.get("quantization_config"):
+        yield "its weights are quantized (quantization_config); the built-in model reads full weights", ""
+    if (activation := theirs.get("hidden_act", "silu")) not in ("silu", "swish"):
+        yield f"its hidden_act is {activation!r}; the built-in model supports only 'silu'", ""
+    if len(set(_windows_of_layers(theirs))) > 1:
+        yield "only some of its layers have a sliding window; the built-in model supports one for all", ""
     for key, wanted in _REQUIRED.items():
         if (found := theirs.get(key, wanted)) != wanted:
             yield f"its {key} is {found!r}; the built-in model supports only {wanted!r}", ""
@@ -189,6 +209,28 @@ def mismatches(theirs: Mapping[str, Any], config: ModelConfig) -> Iterator[tuple
         yield mismatch, f"model.vocab_size={vocabulary}"
 
 
+def _malformed(theirs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for key in _NUMBERS:
+        found = theirs.get(key)
+        if found is not None and (isinstance(found, bool) or not isinstance(found, int | float)):
+            yield f"its {key} is {found!r}; it must be a number", ""
+    for key in ("rope_scaling", "rope_parameters"):
+        if not isinstance(theirs.get(key) or {}, Mapping):
+            yield f"its {key} is {theirs[key]!r}; it must be a mapping", ""
+
+
+def _windows_of_layers(theirs: Mapping[str, Any]) -> list[int]:
+    """Return the sliding window of each layer, 0 for none. Qwen has one only if `use_sliding_window` is set."""
+    layers, window = int(theirs.get("num_hidden_layers") or 1), int(theirs.get("sliding_window") or 0)
+    is_qwen, kinds = str(theirs.get("model_type")).startswith("qwen"), theirs.get("layer_types")
+    if is_qwen and not theirs.get("use_sliding_window"):
+        return [0]
+    if isinstance(kinds, list):
+        return [window if kind == "sliding_attention" else 0 for kind in kinds] or [0]
+    full = int(theirs.get("max_window_layers", _DEFAULTS["max_window_layers"])) if is_qwen else 0
+    return [window if layer >= full else 0 for layer in range(layers)]
+
+
 def _sizes(theirs: Mapping[str, Any], architecture: Architecture) -> Iterator[tuple[str, str, Any]]:
     yield "hidden_size", "dim", theirs.get("hidden_size")
     yield "num_hidden_layers", "layers", theirs.get("num_hidden_layers")
@@ -202,10 +244,11 @@ def _sizes(theirs: Mapping[str, Any], architecture: Architecture) -> Iterator[tu
         yield "intermediate_size", "experts.ffn_dim", inner
     else:
         yield "intermediate_size", "ffn_dim", inner
-    yield "rms_norm_eps", "norm_eps", theirs.get("rms_norm_eps")
+    yield "rms_norm_eps", "norm_eps", theirs.get("rms_norm_eps", _DEFAULTS["rms_norm_eps"])
     yield "tie_word_embeddings", "tie_embeddings", theirs.get("tie_word_embeddings")
-    yield "sliding_window", "attention.window", _window(theirs)
-    yield "rope_theta", "rope_theta", _rope(theirs).get("rope_theta", theirs.get("rope_theta"))
+    yield "sliding_window", "attention.window", max(_windows_of_layers(theirs))
+    theta = _rope(theirs).get("rope_theta", theirs.get("rope_theta"))
+    yield "rope_theta", "rope_theta", architecture.rope_theta if theta is None else theta
 
 
 def _head_dim(theirs: Mapping[str, Any]) -> int | None:
@@ -216,11 +259,6 @@ def _head_dim(theirs: Mapping[str, Any]) -> int | None:
 def _even_head_dim(theirs: Mapping[str, Any]) -> int | None:
     width, heads = theirs.get("hidden_size"), theirs.get("num_attention_heads")
     return width // heads if width and heads else None
-
-
-def _window(theirs: Mapping[str, Any]) -> int:
-    """Return the sliding window of all layers. Qwen has one only if `use_sliding_window` is set."""
-    return int(theirs.get("sliding_window") or 0) if theirs.get("use_sliding_window", True) else 0
 
 
 def _rope(theirs: Mapping[str, Any]) -> Mapping[str, Any]:

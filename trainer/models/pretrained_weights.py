@@ -32,7 +32,8 @@ def library(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         package = name.partition(".")[0]
-        raise WorkloadError(f"workload hf needs {package}: pip install {package} ({error})") from error
+        wanted = "'transformers>=5'" if package == "transformers" else package
+        raise WorkloadError(f"workload hf needs {package}: pip install {wanted} ({error})") from error
 
 
 class Weights:
@@ -45,23 +46,25 @@ class Weights:
 
     @classmethod
     def find(cls, name_or_path: str) -> "Weights":
-        """Find the files in a folder or in the hub's cache. Raises WorkloadError."""
-        cached_file, quiet = (
-            library("transformers.utils").cached_file,
-            {"_raise_exceptions_for_missing_entries": False},
-        )
-        index = cached_file(name_or_path, _INDEX, **quiet)
-        if index is not None:
-            places: dict[str, str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-            files = {file: cached_file(name_or_path, file) for file in sorted(set(places.values()))}
-            return cls({name: str(files[file]) for name, file in places.items()})
-        single = cached_file(name_or_path, _WEIGHTS, **quiet)
-        if single is None:
+        """Find the files in a folder or in the hub's cache; like transformers, a single file first.
+
+        Raises WorkloadError.
+        """
+        single = find_file(name_or_path, _WEIGHTS)
+        if single is not None:
+            return cls(dict.fromkeys(open_tensors(single).keys(), single))
+        index = find_file(name_or_path, _INDEX)
+        if index is None:
             raise WorkloadError(
                 f"{WHERE}={name_or_path}: has no {_WEIGHTS}: type workload.args.pretrained=false for new weights"
             )
-        with library("safetensors").safe_open(single, framework="pt") as file:
-            return cls(dict.fromkeys(file.keys(), str(single)))
+        places = read_description(index).get("weight_map")
+        if not isinstance(places, dict):
+            raise WorkloadError(f"{index}: has no weight_map: copy the file again")
+        files = {file: find_file(name_or_path, file) for file in sorted(set(places.values()))}
+        if absent := [file for file, path in files.items() if path is None]:
+            raise WorkloadError(f"{index}: lists {absent[0]}, which is not there: copy the file again")
+        return cls({name: str(files[file]) for name, file in places.items()})
 
     def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
         """Read a region of a tensor, or all of it."""
@@ -70,7 +73,17 @@ class Weights:
         return part
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._file(name).get_slice(name).get_shape())
+        return tuple(self._slice(name).get_shape())
+
+    def is_plain_float(self, name: str) -> bool:
+        """Return whether a tensor's values are its numbers, unlike those of quantized weights."""
+        return self._slice(name).get_dtype() in ("F64", "F32", "F16", "BF16")
+
+    def _slice(self, name: str) -> Any:
+        try:
+            return self._file(name).get_slice(name)
+        except library("safetensors").SafetensorError as error:
+            raise WorkloadError(f"{self.files[name]}: has no {name}, which the index lists: {error}") from error
 
     def digest(self, name_or_path: str, settings: Mapping[str, Any], layout: Layout | None = None) -> str:
         """Return the XXH3-128 digest of all tensors and of the configuration.
@@ -85,16 +98,50 @@ class Weights:
             own[name] = part.hexdigest()
         parts = all_gather_json(own, layout.device) if layout is not None and dist.is_initialized() else [own]
         found = {name: part for of_rank in parts for name, part in of_rank.items()}
-        described = library("transformers.utils").cached_file(name_or_path, _CONFIG)
-        config = json.loads(Path(described).read_text(encoding="utf-8"))
-        whole = {"tensors": found, "config": config, "settings": dict(settings)}
+        whole = {"tensors": found, "config": read_config(name_or_path), "settings": dict(settings)}
         return xxhash.xxh3_128(canonical(whole)).hexdigest()
 
     def _file(self, name: str) -> Any:
         path = self.files[name]
         if path not in self._open:
-            self._open = {path: library("safetensors").safe_open(path, framework="pt")}
+            self._open = {path: open_tensors(path)}
         return self._open[path]
+
+
+def find_file(name_or_path: str, file: str) -> str | None:
+    """Return the path of a file in a folder or in the hub's cache, or None."""
+    found = library("transformers.utils").cached_file(
+        name_or_path, file, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+    )
+    return None if found is None else str(found)
+
+
+def open_tensors(path: str) -> Any:
+    """Open a safetensors file. Raises WorkloadError if it is damaged."""
+    safetensors = library("safetensors")
+    try:
+        return safetensors.safe_open(path, framework="pt")
+    except (safetensors.SafetensorError, OSError) as error:
+        raise WorkloadError(f"{path}: is not a complete safetensors file: {error}: copy it again") from error
+
+
+def read_description(path: str) -> dict[str, Any]:
+    """Read a JSON object. Raises WorkloadError."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise WorkloadError(f"{path}: cannot be read: {error}: copy it again") from error
+    if not isinstance(found, dict):
+        raise WorkloadError(f"{path}: must be a JSON object, is a {type(found).__name__}: copy it again")
+    return found
+
+
+def read_config(name_or_path: str) -> dict[str, Any]:
+    """Read `config.json`. Raises WorkloadError."""
+    path = find_file(name_or_path, _CONFIG)
+    if path is None:
+        raise WorkloadError(f"{WHERE}={name_or_path}: has no {_CONFIG}, and no such name is in the hub's cache")
+    return read_description(path)
 
 
 def is_adapter(name: str) -> bool:
@@ -122,15 +169,17 @@ def new_head(model: nn.Module, sources: Mapping[str, str]) -> list[str]:
 def find_sources(model: nn.Module, weights: Weights) -> dict[str, str]:
     """Return the name in the files of each tensor, except those of a new head, which no file has.
 
-    Call it before the model is sharded, which changes its class. Raises WorkloadError if another parameter is missing,
-    or a shape differs.
+    A new head is a child of the model of which the files have nothing. Call this before the model is sharded, which
+    changes its class. Raises WorkloadError if another parameter is missing, or a shape differs.
     """
     tensors, sources = tensors_to_load(model), match_names(model, weights.files)
-    missing, base = new_head(model, sources), f"{getattr(model, 'base_model_prefix', '')}."
-    if lacking := [name for name in missing if name.startswith(base) or len(sources) < len(missing)]:
+    known = {name.partition(".")[0] for name in sources}
+    if lacking := [name for name in new_head(model, sources) if name.partition(".")[0] in known or not known]:
         why = "transformers makes it from other tensors or from code, which workload hf does not"
         raise WorkloadError(f"{WHERE}: its files have no {lacking[0]} ({len(lacking)} such parameters): {why}")
     for name, source in sources.items():
+        if tensors[name].is_floating_point() and not weights.is_plain_float(source):
+            raise WorkloadError(f"{WHERE}: {source} is quantized, which workload hf does not read: use full weights")
         shape, wanted = weights.shape(source), tuple(tensors[name].shape)
         if shape != wanted:
             raise WorkloadError(f"{WHERE}: {source} is {list(shape)}, the model's is {list(wanted)}")
@@ -140,14 +189,25 @@ def find_sources(model: nn.Module, weights: Weights) -> dict[str, str]:
 @torch.no_grad()
 def load_pretrained(model: nn.Module, weights: Weights, sources: Mapping[str, str]) -> None:
     """Read this rank's part of each tensor in `sources`. Quantized weights are read whole, one at a time."""
-    tensors = tensors_to_load(model)
+    tensors, filled = tensors_to_load(model), dict[int, str]()
     # In the order of the files, so that each is opened once.
     for name in sorted(sources, key=lambda one: (weights.files[sources[one]], one)):
         tensor, source = tensors[name], sources[name]
         if is_quantized(tensor):
             copy_quantized(tensor, weights.read(source, ()).to(tensor.device))
         elif own_part(tensor).numel():
-            own_part(tensor).copy_(weights.read(source, _own_region(tensor)))
+            part = weights.read(source, _own_region(tensor))
+            if first := filled.get(id(tensor)):
+                _require_equal(part, own_part(tensor), (first, source))
+            own_part(tensor).copy_(part)
+        filled[id(tensor)] = source
+
+
+def _require_equal(part: torch.Tensor, before: torch.Tensor, names: tuple[str, str]) -> None:
+    """Refuse two copies of a tied tensor with different values, of which transformers ties none."""
+    if not torch.equal(part.to(before), before):
+        why = f"{names[0]} and {names[1]} differ, but its configuration ties them"
+        raise WorkloadError(f"{WHERE}: {why}: type +workload.args.settings.tie_word_embeddings=false")
 
 
 @torch.no_grad()

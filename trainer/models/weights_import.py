@@ -162,12 +162,25 @@ def plan_import(source: ImportSource, config: JobConfig, *, weights_only: bool) 
     for name, info in wanted.items():
         _match_tensor(found, source, theirs.get(name, name), keys[name], info, config.model if built_in else None)
     aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)} - wanted.keys()
+    if built_in and config.model.tie_embeddings and _differ(source.model, *hugging_face.TIED):
+        told = " and ".join(hugging_face.TIED)
+        found.complaints.append((f"{told} differ, but tied weights are one", "model.tie_embeddings=false"))
     left = source.model.tensors.keys() - {theirs.get(name, name) for name in wanted} - aliases
     left = {name for name in left if not (built_in and hugging_face.is_unneeded(name, config.model))}
     found.complaints += [(f"{name} is given, but the model has no such tensor", "") for name in sorted(left)]
     _add_optimizer(found, source, wanted, weights_only)
     _check_position(found, source, config)
     return found
+
+
+def _differ(model: ExternalTensors, one: str, other: str) -> bool:
+    """Return whether both tensors are given, with different values."""
+    if not {one, other} <= model.tensors.keys():
+        return False
+    pairs = zip(model.blocks(one), model.blocks(other), strict=False)
+    return model.tensors[one] != model.tensors[other] or any(
+        not torch.equal(mine, their) for (mine, _), (their, _) in pairs
+    )
 
 
 def _built_model(config: JobConfig) -> nn.Module:

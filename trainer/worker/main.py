@@ -146,12 +146,13 @@ def _build(made: workload.Workload, config: JobConfig, layout: mesh.Layout) -> T
 def _model(
     made: workload.Workload, config: JobConfig, layout: mesh.Layout
 ) -> tuple[nn.Module, Callable[[], None] | None]:
-    """Return this rank's model and, for the built-in model, a function that sets its initial weights."""
+    """Return this rank's model and a function that sets its initial weights, or None if it has them already."""
     if not config.trains_built_in_workload:
         own = made.parallelize(made.build_model(), layout)
         if not any(module.training for module in own.modules()):  # `from_pretrained` returns models in eval mode
             own.train()
-        return own, None
+        set_weights = getattr(made, "set_initial_weights", None)
+        return own, partial(set_weights, own) if callable(set_weights) else None
     model = cast(Any, made).build_sharded(layout)
     return model, partial(model.set_initial_weights, config.train.seed)
 

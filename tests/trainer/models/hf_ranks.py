@@ -24,6 +24,13 @@ from trainer.protocol.plain_data import build
 from trainer.worker.workload import WorkloadError
 
 
+class OwnData(HfWorkload):
+    """A model that gets its batches from `make_batch`."""
+
+    def build_data(self, layout: mesh.Layout) -> Any:
+        raise NotImplementedError
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -62,17 +69,19 @@ def difference(
         },
     )  # fmt: skip
     torch.manual_seed(1)
-    workload = HfWorkload(config, name_or_path=folder, task=task, pretrained=pretrained)
+    workload = OwnData(config, name_or_path=folder, task=task, pretrained=pretrained)
     layout = mesh.build(config.parallel, torch.device("cpu"), rank, world)
     model = workload.build_model()
     if pretrained:
         assert all(parameter.is_meta for parameter in model.parameters()), "no rank holds the whole model"
-        theirs = factory.from_pretrained(folder)
     else:
         theirs = factory.from_config(model.config)
         theirs.load_state_dict(model.state_dict())
     assert bool(model.is_gradient_checkpointing) == recompute
     model = workload.parallelize(model, layout)
+    workload.set_initial_weights(model)
+    if pretrained:
+        theirs = factory.from_pretrained(folder)
     if kind == "resnet":  # in training, the statistics are those of each rank's own samples
         model.eval()
         theirs.eval()

@@ -71,6 +71,7 @@ def compare(folder: str, strategy: str, dtype: str, base: str | None) -> dict[st
     model = workload.build_model()
     assert all(parameter.is_meta for parameter in model.parameters()), "no rank holds the whole model"
     model = workload.parallelize(model, layout)
+    workload.set_initial_weights(model)
     begins_as_base = all(not whole(one).any() for name, one in model.named_parameters() if ".lora_B." in name)
     for name, parameter in model.named_parameters():
         if ".lora_B." in name:  # zero at first, when the other matrix has no gradient

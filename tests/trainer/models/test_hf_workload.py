@@ -2,8 +2,11 @@
 
 import json
 import os
+import shutil
+import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,19 @@ CASES = [
     ("xlm-roberta", 1, "fsdp", True), ("bert", 1, "fsdp", True), ("mbart", 1, "fsdp", True), ("resnet", 1, "ddp", True),
     ("apertus", 2, "fsdp", True),
 ]  # fmt: skip
+DAMAGES = {
+    "cut": "is not a complete safetensors file",
+    "absent": "lists model-00002",
+    "no map": "has no weight_map",
+    "no head": "its files have no lm_head.weight",
+    "half": "its files have no model.norm.weight (1 such parameters)",
+    "fp8": "its weights are quantized",
+    "integers": "is quantized, which workload hf does not read",
+    "copies": "type +workload.args.settings.tie_word_embeddings=false",
+    "no config": "has no config.json",
+    "bad value": "num_hidden_layers",
+}
+"""What is done to the files of a Llama, and what the refusal says."""
 REFUSED = [("gpt2", 2), ("apertus", 2)]
 BOUND = 1e-5
 
@@ -40,7 +56,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
         [sys.executable, str(HERE / "make_hf_models.py"), str(folder)], env=environ, capture_output=True, check=False
     )
     assert made.returncode == 0, made.stderr
-    words = [sys.executable, str(HERE / "hf_ranks.py"), str(folder), json.dumps(CASES)]
+    for damage in DAMAGES:
+        shutil.copytree(folder / "llama", folder / damage)
+        apply_damage(folder / damage, damage)
+    cases = [*CASES, *((damage, 1, "fsdp", True) for damage in DAMAGES)]
+    words = [sys.executable, str(HERE / "hf_ranks.py"), str(folder), json.dumps(cases)]
     ranks = [
         subprocess.Popen(words, env={**environ, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for rank in range(2)
@@ -48,6 +68,50 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     outputs = [rank.communicate(timeout=200) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs[0][1].decode()[-3000:]
     return dict(json.loads(outputs[0][0].splitlines()[-1]))
+
+
+def change_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def change_header(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the header of a safetensors file; the values stay where they are."""
+    (size,), data = struct.unpack("<Q", path.read_bytes()[:8]), path.read_bytes()[8:]
+    header = json.loads(data[:size])
+    change(header)
+    encoded = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + data[size:])
+
+
+def apply_damage(folder: Path, damage: str) -> None:
+    index = folder / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"]
+    if damage == "cut":
+        path = folder / places["model.norm.weight"]
+        path.write_bytes(path.read_bytes()[:-4])
+    elif damage == "absent":
+        sorted(folder.glob("*.safetensors"))[1].unlink()
+    elif damage == "no map":
+        index.write_text("{}")
+    elif damage in ("no head", "half"):
+        name = "lm_head.weight" if damage == "no head" else "model.norm.weight"
+        change_json(index, weight_map={key: place for key, place in places.items() if key != name})
+    elif damage == "fp8":
+        change_json(folder / "config.json", quantization_config={"quant_method": "fp8"})
+    elif damage == "integers":
+        name = "model.norm.weight"
+        change_header(folder / places[name], lambda header: header[name].update(dtype="I32"))
+    elif damage == "copies":
+        change_json(folder / "config.json", tie_word_embeddings=True)
+    elif damage == "no config":
+        (folder / "config.json").unlink()
+    elif damage == "bad value":
+        change_json(folder / "config.json", num_hidden_layers="two")
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_files_that_would_give_another_model_are_refused(found: dict[str, dict[str, Any]], damage: str) -> None:
+    assert DAMAGES[damage] in found[f"{damage} 1 fsdp True"].get("refused", found[f"{damage} 1 fsdp True"])
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case[:2] not in REFUSED and case[0] != "mixtral"], ids=str)

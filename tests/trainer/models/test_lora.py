@@ -75,6 +75,9 @@ def test_adapters_train_as_in_peft_and_are_all_that_is_saved(
         ({}, {"lora": {}, "base": "int4"}, "base=int4: must be one of float32, bfloat16, float16, int8, nf4"),
         ({}, {"base": "int8"}, "workload.args.base: is for a frozen model: type workload.args.lora.r=8"),
         ({}, {"lora": {}, "pretrained": False}, "workload.args.lora: trains beside pretrained weights"),
+        ({}, {"task": "masked-lm"}, "workload.args.task=masked-lm: token shards are for causal-lm"),
+        ({}, {"pretrained": "no"}, "workload.args.pretrained=no: must be a bool"),
+        ({}, {"settings": [1]}, "workload.args.settings=[1]: must be a mapping"),
         ({"parallel": {"tp": 2}}, {"lora": {}}, "adapters are not split by tensor parallelism: type parallel.tp=1"),
     ],
 )  # fmt: skip

@@ -177,7 +177,7 @@ class HfWorkload(BaseWorkload):
 
     @property
     def base_settings(self) -> dict[str, Any]:
-        """What decides the frozen model besides its files."""
+        """Settings that decide the frozen model besides its files."""
         return {**self.settings, "base": self.base}
 
     @property
@@ -354,7 +354,7 @@ def split_by_plan(model: nn.Module, mesh: DeviceMesh) -> None:
     for name, module in model.named_modules():
         if not any(True for _ in module.named_parameters(recurse=False)):
             continue
-        style = _planned(name, plan)
+        style = _find_style(name, plan)
         is_tied = tied and module is model.get_output_embeddings()  # type: ignore[operator]
         styles[name] = Replicated() if style is None or is_tied else STYLES[style]
     parallelize_module(model, mesh, styles)
@@ -371,16 +371,16 @@ def _plan(model: nn.Module) -> dict[str, str]:
     return {**found, **(type(model).__dict__.get("_tp_plan") or {})} if found else {}
 
 
-def _planned(name: str, plan: Mapping[str, str]) -> str | None:
+def _find_style(name: str, plan: Mapping[str, str]) -> str | None:
     return next((style for pattern, style in plan.items() if fnmatch.fnmatchcase(name, pattern)), None)
 
 
 def _check_coverage(model: nn.Module, plan: Mapping[str, str], ranks: int) -> None:
     """Refuse parameters beside split modules that the plan leaves out: they may get a part of the activations."""
-    split = {name.rpartition(".")[0] for name, _ in model.named_modules() if _planned(name, plan)} - {""}
+    split = {name.rpartition(".")[0] for name, _ in model.named_modules() if _find_style(name, plan)} - {""}
     for name, _ in model.named_parameters():
         module = name.rpartition(".")[0]
-        if not _planned(module, plan) and any(module.startswith(f"{owner}.") for owner in split):
+        if not _find_style(module, plan) and any(module.startswith(f"{owner}.") for owner in split):
             why = f"the tensor-parallel plan of {type(model).__name__} leaves {module} out"
             raise WorkloadError(f"parallel.tp={ranks}: {why}: type parallel.tp=1")
 

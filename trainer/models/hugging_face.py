@@ -170,7 +170,7 @@ def mismatches(theirs: Mapping[str, Any], config: ModelConfig) -> Iterator[tuple
         known = ", ".join(one.model_type for one in ARCHITECTURES)
         yield f"its model_type is {kind!r}; the built-in model supports only {known}", ""
         return
-    malformed = list(_malformed(theirs))
+    malformed = list(_list_malformed(theirs))
     yield from malformed
     if malformed:
         return
@@ -209,7 +209,7 @@ def mismatches(theirs: Mapping[str, Any], config: ModelConfig) -> Iterator[tuple
         yield mismatch, f"model.vocab_size={vocabulary}"
 
 
-def _malformed(theirs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _list_malformed(theirs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for key in _NUMBERS:
         found = theirs.get(key)
         if found is not None and (isinstance(found, bool) or not isinstance(found, int | float)):

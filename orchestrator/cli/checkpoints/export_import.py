@@ -46,15 +46,12 @@ def export(
     """Write a checkpoint's model into DIR, which must be new or empty, as files that other programs read.
 
     Every byte is verified as it is read; the written files are read back and compared. DIR appears complete or not at
-    all. The checkpoint is pinned during the export; a SUSPECT one is exported with a warning. Tied weights are written
-    under each of their names. The vocabulary keeps its padding to a multiple of 64. `orch.json` records the origin.
+    all. A SUSPECT checkpoint is exported with a warning. Tied weights are written under each of their names. The
+    vocabulary keeps its padding to a multiple of 64.
 
-    safetensors: for the built-in model and `workload: hf`, `config.json` and `model.safetensors` as `transformers`
-    loads them (above 5 GB in several files); for any other model, its own names. torch: `checkpoint.pt` for
-    `torch.load(weights_only=True)`, with `model`, `step`, `extra`, and with --with-optimizer `optimizer`.
-
-    A run with `workload.args.lora`: safetensors merges the adapters into the base model, whose files must be there
-    unchanged; peft writes `adapter_model.safetensors` and `adapter_config.json`.
+    safetensors: for the built-in model and `workload: hf`, a folder for `transformers` (LoRA is merged into its base);
+    for any other model, its own names. torch: `checkpoint.pt` for `torch.load(weights_only=True)`, with `model`,
+    `step`, `extra`, and with --with-optimizer `optimizer`. peft: LoRA adapters alone, for `PeftModel`.
     """
     if with_optimizer and to != "torch":
         raise ConfigError("safetensors cannot hold the optimizer state", where="--with-optimizer", hint="--to torch")

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEV := $(VENV)/.dev
 INTEROP := $(VENV)/interop
-LORA := $(VENV)/lora
+FINETUNING := $(VENV)/finetuning
 LOWEST := $(VENV)/lowest
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q
 TREE := orch orchestrator trainer checkpointing tests benchmarks examples
@@ -41,10 +41,10 @@ $(INTEROP)/.ready: tests/interop/requirements.txt | $(DEV)
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q --no-deps --target $(INTEROP) -r $<
 	@touch $@
 
-$(LORA)/.ready: tests/lora/requirements.txt | $(DEV)
-	@echo "setting up $(LORA) (once): peft and torchao, which LoRA needs"
-	@rm -rf $(LORA)
-	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q --no-deps --target $(LORA) -r $<
+$(FINETUNING)/.ready: tests/finetuning/requirements.txt | $(DEV)
+	@echo "setting up $(FINETUNING) (once): peft, torchao and pyarrow, which fine-tuning needs"
+	@rm -rf $(FINETUNING)
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q --no-deps --target $(FINETUNING) -r $<
 	@touch $@
 
 $(LOWEST)/.ready: tests/lowest/requirements.txt | $(DEV)
@@ -64,11 +64,11 @@ lint: $(DEV)
 check: lint  ## lint, types, house rules and the fast tests (about 5 minutes)
 	$(PYTEST) -n 2 -m "not slurm and not multi and not proof"
 
-test: $(INTEROP)/.ready $(LORA)/.ready $(LOWEST)/.ready  ## everything, the real Slurm included (about 10 minutes on two cores)
+test: $(INTEROP)/.ready $(FINETUNING)/.ready $(LOWEST)/.ready  ## everything, the real Slurm included (about 10 minutes on two cores)
 	@$(MAKE) --no-print-directory -j 2 lint build/.bytecode
 	$(PYTEST) -n 5 -m "not proof" --durations=40
 
-proof: $(DEV) $(INTEROP)/.ready $(LORA)/.ready $(LOWEST)/.ready  ## the long counts; writes docs/proof.md
+proof: $(DEV) $(INTEROP)/.ready $(FINETUNING)/.ready $(LOWEST)/.ready  ## the long counts; writes docs/proof.md
 	$(BIN)/python -m benchmarks.proof
 
 mutants: $(DEV)  ## plant 100 one-line bugs: at least 90 % must fail a fast test (15 minutes, the first time 10 more)

@@ -1,4 +1,4 @@
-"""`orch data prepare`: convert text files to memory-mapped token shards."""
+"""`orch data prepare`: convert documents to memory-mapped token shards."""
 
 import shlex
 import time
@@ -14,32 +14,40 @@ from orchestrator.errors import ConfigError, NotFound
 
 @click.group(cls=Noun)
 def data() -> None:
-    """Turn text into token shards for training."""
+    """Turn documents into token shards for training."""
 
 
 @data.command("prepare")
 @click.argument("paths", nargs=-1, required=True, type=NonEmptyPath())
 @click.option("--out", required=True, type=NonEmptyPath(path_type=Path), help="Folder for the shards; may be new.")
+@click.option("--tokenizer", default="", metavar="FOLDER|NAME", help="Tokenizer of transformers; without it, bytes.")
+@click.option("--field", default="text", show_default=True, help="Field that has the text of a row.")
 @click.pass_obj
-def prepare(screen: Screen, paths: tuple[str, ...], out: Path) -> None:
-    """Tokenize text files and folders, byte by byte, into shards for `data.path`.
+def prepare(screen: Screen, paths: tuple[str, ...], out: Path, tokenizer: str, field: str) -> None:
+    """Tokenize files, folders and URLs into shards for `data.path`.
 
-    `python-stdlib` is the source text of Python's standard library. If the folder already holds the same tokens, its
-    shards are read and compared, and it is kept. The exit code is 2 if the folder holds anything else or a changed
-    shard, or if there is nothing to read.
+    A text file is one document. JSON lines (also .gz), Parquet, Arrow, and Hugging Face datasets on disk have one in
+    each row: its text, or `prompt` and `completion`, or a chat as `messages`. Of the last two, only the completion and
+    the assistant's words are trained. `python-stdlib` is the source text of Python's standard library.
+
+    A folder that already holds the same tokens is compared and kept. The exit code is 2 if it holds anything else or a
+    changed shard, or if there is nothing to read.
     """
-    from trainer.protocol import token_shards
+    from orchestrator.tokenization import shard_writer
+    from orchestrator.tokenization.documents import STDLIB
+    from orchestrator.tokenization.tokenizers import load_tokenizer
+    from trainer.protocol.token_shards import TokensError
 
-    missing = [path for path in paths if path != token_shards.STDLIB and not Path(path).expanduser().exists()]
+    missing = [path for path in paths if path != STDLIB and "://" not in path and not Path(path).expanduser().exists()]
     if missing:
-        hint = f"give text files, folders, or {token_shards.STDLIB}"
+        hint = f"give files, folders, URLs, or {STDLIB}"
         raise NotFound(f"no such text: {missing[0]}", where="command line: PATHS", hint=hint)
     screen.if_interrupted = lambda: f"interrupted: {out} is {'complete' if any(out.glob('*')) else 'not written'}"
     started = time.monotonic()
     with screen.bar("tokenizing") as meter:
         try:
-            index = token_shards.prepare(paths, out, meter)
-        except token_shards.TokensError as error:
+            index = shard_writer.prepare(paths, out, meter, tokenizer=load_tokenizer(tokenizer), field=field)
+        except TokensError as error:
             raise ConfigError(str(error), where=f"command line: --out {out}", hint="orch data prepare -h") from error
     seconds = time.monotonic() - started
     answer = {

@@ -324,7 +324,7 @@ _FOLDERS: dict[keys.Path, Callable[[str], bool]] = {
     ("cluster", "stage", "archive"): bool,
     ("cluster", "templates"): lambda name: "/" in name,
     ("data", "path"): bool,
-    ("data", "text"): lambda name: name not in validation.KNOWN_TEXTS,
+    ("data", "text"): lambda name: name not in validation.KNOWN_TEXTS and "://" not in name,
     ("secrets_file",): bool,
     ("workload", "path"): lambda name: True,
 }

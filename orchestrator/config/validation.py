@@ -380,7 +380,7 @@ def _data(config: RunConfig) -> Iterator[Complaint]:
     if not data.path and not data.text:
         yield "data.text and data.path: no training data is given", "data.text=[python-stdlib]"
     for source in data.text:
-        if source not in KNOWN_TEXTS and not Path(source).exists():
+        if source not in KNOWN_TEXTS and "://" not in source and not Path(source).exists():
             yield f"data.text: no such file or folder {source}", f"names that need no file: {', '.join(KNOWN_TEXTS)}"
     if data.path and re.search(r"/[a-z][a-z0-9]+:/", data.path):
         yield f"data.path={data.path}: is a URL; ranks read a folder that every node sees", "data.path=/shared/tokens"

@@ -34,9 +34,11 @@ from orchestrator.submission import secret_values, user_code
 from orchestrator.submission.run_identity import identify
 from orchestrator.submission.stage_digest import fill_stage_digest
 from orchestrator.submission.user_code import BoundedChild, ChildAnswer, job_environment
+from orchestrator.tokenization.shard_writer import prepare_under
+from orchestrator.tokenization.tokenizers import load_tokenizer
 from trainer.protocol.config import WorkloadConfig
 from trainer.protocol.run_dir import RunDir
-from trainer.protocol.token_shards import INDEX_NAME, TokenIndex, TokensError, prepare_under
+from trainer.protocol.token_shards import INDEX_NAME, TokenIndex, TokensError
 from trainer.protocol.user_code.code_record import CodeRecord
 
 
@@ -370,7 +372,8 @@ def _tokenize_text(config: RunConfig, root: Path, progress: Progress | None) -> 
     place = root / f".data-{os.geteuid()}"  # other users may have their own in the same root
     check_data(place)
     try:
-        folder, index = prepare_under(config.data.text, place, progress)
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        folder, index = prepare_under(config.data.text, place, progress, tokenizer=tokenizer)
     except TokensError as error:
         raise ConfigError(f"data.text: {error}", where="data.text", hint="files, folders, or python-stdlib") from error
     except OSError as error:

@@ -87,7 +87,7 @@ _TERMS: Mapping[Term, str] = {
         model.experts.ffn_dim
     """,
     Term(Rule.ACCEPT, "the learning rate follows the new number of steps"): "train.steps",
-    _OTHER_DATA: "train.seed train.seq_len data.text data.shuffle validation.batches",
+    _OTHER_DATA: "train.seed train.seq_len data.text data.tokenizer data.shuffle validation.batches",
     Term(Rule.REFUSED, "the position in the data is counted in batches; submit a new run"): "train.batch_size",
     Term(Rule.REFUSED, "it does not hold the same tokens; submit a new run"): "data.path",
     Term(Rule.ACCEPT, "a schedule that waits for a plateau sees different validations"): "validation.every",

@@ -13,7 +13,7 @@ from tests.end_to_end.user import User, assert_exact, final
 pytestmark = [pytest.mark.multi, pytest.mark.proof, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = [ROOT / ".venv" / name for name in ("interop", "lora")]
+PARTS = [ROOT / ".venv" / name for name in ("interop", "finetuning")]
 LIBRARIES = ":".join(map(str, PARTS))
 SETTINGS = [
     "tiny-gpt", "name=lora", "workload.target=hf", "cluster.nodes=1", "parallel.dp_shard=0", "parallel.tp=1",

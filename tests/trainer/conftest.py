@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from checkpointing.storage.durable import canonical
+from orchestrator.tokenization import shard_writer
 from tests.warm_root import WarmChild, start_warm
-from trainer.protocol import token_shards
 from trainer.protocol.events import Event, read_events
 from trainer.protocol.failures.rank_end import RankEnd, find_outcome
 from trainer.protocol.launch_token import LaunchToken
@@ -165,7 +165,7 @@ def text_tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import json as package
 
     out = tmp_path_factory.mktemp("data") / "tokens"
-    token_shards.prepare([Path(package.__file__).parent], out)
+    shard_writer.prepare([Path(package.__file__).parent], out)
     return out
 
 

@@ -15,7 +15,7 @@ from trainer.parallel.apply.data_parallel import offloads_all
 from trainer.parallel.apply.mesh import Layout
 from trainer.protocol.config import JobConfig
 from trainer.protocol.token_shards import TokenIndex
-from trainer.worker.data import Data, StatefulData
+from trainer.worker.data import Data, MaskedTokens, StatefulData
 from trainer.worker.workload import BaseWorkload, WorkloadError
 
 
@@ -61,9 +61,17 @@ class LlamaWorkload(BaseWorkload):
         found, known = TokenIndex.read(Path(self.config.data.path)).vocab_size, self.config.model.vocab_size
         if found > known:
             raise WorkloadError(f"model.vocab_size={known}, but {self.config.data.path} has {found} distinct tokens")
+        if layout.sizes["pp"] > 1 and TokenIndex.read(Path(self.config.data.path)).is_masked:
+            why = f"{self.config.data.path} is trained in part, which pipelines do not support"
+            raise WorkloadError(
+                f"parallel.pipeline.stages={layout.sizes['pp']}: {why}: type parallel.pipeline.stages=1"
+            )
         return data
 
-    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    def loss(self, model: nn.Module, batch: torch.Tensor | MaskedTokens) -> torch.Tensor:
         """Return the cross-entropy in float32 of tokens 1.. given tokens 0.., for `batch` [micro, seq_len + 1]."""
+        if isinstance(batch, MaskedTokens):
+            mean: torch.Tensor = model(batch.inputs, batch.targets)
+            return mean * (batch.targets.numel() / batch.trained)
         loss: torch.Tensor = model(batch[:, :-1], batch[:, 1:])
         return loss

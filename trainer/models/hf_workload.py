@@ -45,7 +45,7 @@ from trainer.parallel.apply.mesh import Layout
 from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.recipe_config import RecomputeConfig
 from trainer.protocol.token_shards import TokenIndex
-from trainer.worker.data import Data, StatefulData
+from trainer.worker.data import Data, MaskedTokens, StatefulData
 from trainer.worker.workload import BaseWorkload, WorkloadError
 
 TASKS = {
@@ -271,6 +271,9 @@ class HfWorkload(BaseWorkload):
         if isinstance(batch, Mapping):
             loss: torch.Tensor = model(**batch).loss
             return loss
+        if isinstance(batch, MaskedTokens):
+            found = model(input_ids=batch.inputs).logits
+            return summed_cross_entropy(found.flatten(0, 1), batch.targets.flatten()) / batch.trained
         targets = batch[:, 1:]
         logits = model(input_ids=batch[:, :-1]).logits
         mean: torch.Tensor = summed_cross_entropy(logits.flatten(0, 1), targets.flatten()) / targets.numel()

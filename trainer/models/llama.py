@@ -27,7 +27,10 @@ from trainer.worker.workload import WorkloadError
 
 
 def summed_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the sum over all tokens in float32; `logits` [tokens, vocabulary] may be a DTensor split along columns."""
+    """Return the sum over all trained tokens in float32; a negative target is not trained.
+
+    `logits` [tokens, vocabulary] may be a DTensor split along columns.
+    """
     if not isinstance(logits, DTensor):
         return functional.cross_entropy(logits.float(), targets, reduction="sum")
     mesh = logits.device_mesh
@@ -58,17 +61,18 @@ class _SplitCrossEntropy(torch.autograd.Function):
         column = column.clamp(0, values.shape[-1] - 1)
         chosen = values.gather(1, column[:, None]).squeeze(1).masked_fill(~is_mine, 0.0)
         dist.all_reduce(chosen, dist.ReduceOp.SUM, group)
-        ctx.save_for_backward(exponentials.div_(total[:, None]), column, is_mine)
+        is_trained = targets >= 0
+        ctx.save_for_backward(exponentials.div_(total[:, None]), column, is_mine, is_trained)
         ctx.dtype = logits.dtype
-        return (total.log() + highest - chosen).sum()
+        return (total.log() + highest - chosen).masked_fill(~is_trained, 0.0).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        share, column, is_mine = ctx.saved_tensors
+        share, column, is_mine, is_trained = ctx.saved_tensors
         share = share.clone()
         share.scatter_add_(1, column[:, None], -is_mine.to(share.dtype)[:, None])
-        return (share * gradient).to(ctx.dtype), None, None, None
+        return (share * (gradient * is_trained)[:, None]).to(ctx.dtype), None, None, None
 
 
 def generator(seed: int, name: str) -> torch.Generator:

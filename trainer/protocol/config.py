@@ -47,7 +47,9 @@ class DataConfig:
     path: str = ""
     """Folder of token shards from `orch data prepare`; with `text`, `orch submit` fills it in."""
     text: tuple[str, ...] = ()
-    """Text files and folders to tokenize at submission; `python-stdlib` is the source of Python's standard library."""
+    """Files, folders and URLs to tokenize at submission; `python-stdlib` is the source of Python's standard library."""
+    tokenizer: str = ""
+    """Tokenizer of transformers for `text`: a folder, or a name in the hub's cache. By default, tokens are bytes."""
     shuffle: bool = True
     """Read the sequences in a seeded order that does not depend on the number of ranks."""
 

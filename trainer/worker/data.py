@@ -1,9 +1,9 @@
 """Batches from token shards in an order that depends only on the seed, and detection of random draws by DataLoaders."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -143,8 +143,9 @@ class TokenStream:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.index = folder, TokenIndex.read(folder)
+        kind = getattr(torch, self.index.dtype)
         self._parts = [
-            torch.from_file(str(folder / shard.name), shared=False, size=shard.tokens, dtype=torch.uint16)
+            torch.from_file(str(folder / shard.name), shared=False, size=shard.tokens, dtype=kind)
             for shard in self.index.shards
         ]
 
@@ -152,7 +153,7 @@ class TokenStream:
         return self.index.tokens
 
     def slice(self, start: int, length: int) -> torch.Tensor:
-        """Return tokens [start, start + length) as int64, across shard boundaries."""
+        """Return tokens [start, start + length) as int64, across shard boundaries; `~token` if it is not trained."""
         pieces = []
         for part in self._parts:
             if start < len(part) and length:
@@ -160,11 +161,34 @@ class TokenStream:
                 pieces.append(piece.to(torch.int64))
                 length -= len(piece)
             start = max(0, start - len(part))
-        return torch.cat(pieces)
+        found = torch.cat(pieces)
+        if not self.index.is_masked:
+            return found
+        if self.index.dtype == "int32":  # the highest bit is the sign
+            return torch.where(found < 0, ~(found & 0x7FFFFFFF), found)
+        return torch.where(found > 0x7FFF, ~(found & 0x7FFF), found)
+
+
+NOT_TRAINED = -100
+"""Target of a token without loss, as in `torch.nn.functional.cross_entropy`."""
+
+
+class MaskedTokens(NamedTuple):
+    """Micro-batch of sequences that are trained in part."""
+
+    inputs: torch.Tensor
+    """Tokens [micro, seq_len], int64."""
+    targets: torch.Tensor
+    """Next tokens [micro, seq_len], or NOT_TRAINED."""
+    trained: torch.Tensor
+    """Number of trained targets in a micro-batch, as the mean over all micro-batches of the step on all ranks."""
 
 
 class TokenData:
-    """Sequences of `seq_len` + 1 tokens. Step s takes indices (s-1) x batch .. s x batch of the global order."""
+    """Sequences of `seq_len` + 1 tokens. Step s takes indices (s-1) x batch .. s x batch of the global order.
+
+    Shards that are trained in part give MaskedTokens.
+    """
 
     def __init__(
         self, folder: Path, train: TrainConfig, *,
@@ -202,24 +226,36 @@ class TokenData:
     def seek(self, consumed: int) -> None:
         self.consumed = consumed
 
-    def take(self) -> list[torch.Tensor]:
-        """Return micro-batches of shape [micro, seq_len + 1], int64."""
-        numbers = [self.number(position) for position in self._share(self.consumed)]
+    def take(self) -> Sequence[Any]:
+        """Return micro-batches of shape [micro, seq_len + 1], int64, or MaskedTokens."""
+        numbers = [self.number(self.consumed + place) for place in self._places()]
         self.consumed += self._batch_size
         return self._micro_batches(numbers)
 
-    def held_out(self) -> Iterator[list[torch.Tensor]]:
+    def held_out(self) -> Iterator[Sequence[Any]]:
         """Yield this rank's micro-batches from each held-out batch, always in the same order."""
         for batch in range(self._held_out):
-            yield self._micro_batches(self._share(self.sequences + batch * self._batch_size))
+            first = self.sequences + batch * self._batch_size
+            yield self._micro_batches([first + place for place in self._places()])
 
-    def _share(self, first: int) -> range:
+    def _places(self) -> range:
+        """Return this rank's places in a batch, or all if the number of trained tokens must be known."""
+        return range(self._batch_size) if self._stream.index.is_masked else self._own_places()
+
+    def _own_places(self) -> range:
         share = self._batch_size // self._dp_size
-        return range(first + self._dp_rank * share, first + (self._dp_rank + 1) * share)
+        return range(self._dp_rank * share, (self._dp_rank + 1) * share)
 
-    def _micro_batches(self, numbers: Iterable[int]) -> list[torch.Tensor]:
-        batch = torch.stack([self._row(number) for number in numbers]).to(self._device, non_blocking=True)
-        return list(batch.split(self._micro))
+    def _micro_batches(self, numbers: Sequence[int]) -> list[Any]:
+        rows = torch.stack([self._row(number) for number in numbers])
+        if not self._stream.index.is_masked:
+            return list(rows.to(self._device, non_blocking=True).split(self._micro))
+        trained = (rows[:, 1:] >= 0).sum() * self._micro / self._batch_size
+        own = rows[self._own_places().start : self._own_places().stop].to(self._device, non_blocking=True)
+        inputs, targets = torch.where(own < 0, ~own, own)[:, :-1], torch.where(own < 0, NOT_TRAINED, own)[:, 1:]
+        count = trained.clamp(min=1e-9).to(self._device)
+        parts = zip(inputs.split(self._micro), targets.split(self._micro), strict=True)
+        return [MaskedTokens(*pair, count) for pair in parts]
 
     def _row(self, number: int) -> torch.Tensor:
         return self._stream.slice(number * self._seq_len, self._seq_len + 1)

@@ -7,8 +7,8 @@ import pytest
 from orchestrator.config.compose import compose
 from orchestrator.errors import ConfigError
 from orchestrator.submission.create_run import prepare_data
+from orchestrator.tokenization import shard_writer
 from tests.trainer.parallel.grid import words_of_hint
-from trainer.protocol import token_shards
 
 
 def check(tokens: Path, folder: Path, *typed: str) -> None:
@@ -37,7 +37,7 @@ def check(tokens: Path, folder: Path, *typed: str) -> None:
 )
 def test_sizes_that_fit_the_data_are_offered(tmp_path: Path, typed: str, what: str, hint: str) -> None:
     (tmp_path / "text").write_bytes(b"x" * 100)
-    token_shards.prepare([tmp_path / "text"], tmp_path / "tokens")
+    shard_writer.prepare([tmp_path / "text"], tmp_path / "tokens")
     with pytest.raises(ConfigError, match=what) as refused:
         check(tmp_path / "tokens", tmp_path, *typed.split())
     offered = refused.value.hint.removesuffix(", or provide more text")

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from orchestrator.tokenization import shard_writer
 from tests.trainer.agent.job import LocalJob, until
 from tests.trainer.agent.warm_agents import WarmAgents
-from trainer.protocol import token_shards
 
 STAND_IN = Path(__file__).parent / "stand_in.py"
 
@@ -19,7 +19,7 @@ STAND_IN = Path(__file__).parent / "stand_in.py"
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Token shards of a part of the standard library."""
     out = tmp_path_factory.mktemp("data") / "tokens"
-    token_shards.prepare([Path(json.__file__).parent], out)
+    shard_writer.prepare([Path(json.__file__).parent], out)
     return out
 
 

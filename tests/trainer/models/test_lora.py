@@ -26,7 +26,7 @@ CASES = [
 
 
 def run_ranks(program: str, folder: Path, cases: list[Any]) -> dict[str, dict[str, Any]]:
-    parts = [ROOT / ".venv" / "interop", ROOT / ".venv" / "lora"]
+    parts = [ROOT / ".venv" / "interop", ROOT / ".venv" / "finetuning"]
     if not all((part / ".ready").is_file() for part in parts):
         pytest.skip("transformers and peft are not installed apart: `make test` does that")
     environ = {

@@ -1,5 +1,6 @@
 """The global order of sequences is a permutation that does not depend on the number of ranks."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,10 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.tokenization import shard_writer
+from orchestrator.tokenization.tokenizers import SEPARATOR
 from tests.trainer.worker.my_workload import Epochs, Points
-from trainer.protocol import token_shards
 from trainer.protocol.config_sections.recipe_config import TrainConfig
-from trainer.worker.data import Permutation, Positions, TokenData, TokenStream
+from trainer.worker.data import NOT_TRAINED, Permutation, Positions, TokenData, TokenStream
 
 
 def reader(folder: Path, dp_rank: int = 0, dp_size: int = 1, **over) -> TokenData:
@@ -38,6 +40,38 @@ def test_the_global_batch_does_not_depend_on_the_number_of_ranks(text_tokens, dp
     for _ in range(3):
         expected = torch.cat(one.take())
         assert torch.equal(torch.cat([torch.cat(rank.take()) for rank in many]), expected)
+
+
+@pytest.fixture
+def masked_tokens(tmp_path: Path) -> Path:
+    """Shards of rows that are trained in different parts, some not at all within a sequence."""
+    rows = [{"prompt": "x" * (7 * number % 40), "completion": "y" * (5 * number % 23)} for number in range(200)]
+    (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    shard_writer.prepare([tmp_path / "a.jsonl"], tmp_path / "out")
+    return tmp_path / "out"
+
+
+def test_tokens_that_are_not_trained_are_read_but_are_no_targets(masked_tokens):
+    data, plain = reader(masked_tokens, shuffle=False), TokenStream(masked_tokens)
+    (batch,) = data.take()
+    rows = torch.stack([plain.slice(16 * number, 17) for number in range(8)])
+    assert bool((rows < 0).any())
+    assert bool((rows >= 0).any())
+    assert torch.equal(batch.inputs, torch.where(rows < 0, -1 - rows, rows)[:, :-1])
+    assert int(batch.inputs.max()) <= 256
+    assert torch.equal(batch.targets == NOT_TRAINED, rows[:, 1:] < 0)
+    assert batch.trained == (rows[:, 1:] >= 0).sum()
+
+
+@pytest.mark.parametrize(("dp_size", "micro"), [(1, 2), (2, 2), (4, 1)])
+def test_the_loss_weights_each_trained_token_alike_on_any_number_of_ranks(masked_tokens, dp_size, micro):
+    (whole,) = reader(masked_tokens).take()
+    ranks = [reader(masked_tokens, rank, dp_size, micro_batch_size=micro).take() for rank in range(dp_size)]
+    parts = [part for batches in ranks for part in batches]
+    assert torch.equal(torch.cat([part.targets for part in parts]), whole.targets)
+    # As a workload divides by `trained`, and the loop averages over micro-batches and ranks.
+    shares = [(part.targets != NOT_TRAINED).sum() / part.trained for part in parts]
+    assert torch.stack(shares).mean().item() == pytest.approx(1.0)
 
 
 def test_seek_goes_on_where_another_reader_stood(text_tokens):
@@ -114,11 +148,11 @@ def test_micro_batches_are_the_batch_cut_in_pieces(text_tokens):
 
 def test_sequences_cross_shard_borders(tmp_path, monkeypatch):
     (tmp_path / "text").write_bytes(bytes(range(1, 101)))
-    monkeypatch.setattr(token_shards, "SHARD_TOKENS", 7)
-    token_shards.prepare([tmp_path / "text"], tmp_path / "out")
+    monkeypatch.setattr(shard_writer, "SHARD_TOKENS", 7)
+    shard_writer.prepare([tmp_path / "text"], tmp_path / "out")
     stream = TokenStream(tmp_path / "out")
     assert stream.slice(3, 30).tolist() == list(range(4, 34))
-    assert stream.slice(99, 2).tolist() == [100, token_shards.SEPARATOR]
+    assert stream.slice(99, 2).tolist() == [100, SEPARATOR]
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from orchestrator.tokenization import shard_writer
 from tests.trainer.conftest import hang
-from trainer.protocol import token_shards
 from trainer.protocol.events import EventKind
 from trainer.protocol.failures.outcome import ExitCode
 
@@ -123,7 +123,7 @@ def test_a_finished_run_only_says_so_names_other_software_and_goes_on_with_no_ot
 
     text = tmp_path / "other.txt"
     text.write_text("other words " * 500)
-    token_shards.prepare([text], tmp_path / "other")
+    shard_writer.prepare([text], tmp_path / "other")
     own = json.loads(run.dir.config.read_text())
     for section, over in (("train", {"seed": own["train"]["seed"] + 1}), ("data", {"path": str(tmp_path / "other")})):
         change(run, "train", steps=6, seed=own["train"]["seed"])

@@ -17,6 +17,7 @@ from orchestrator.states import RunState
 from orchestrator.submission import create_run, resume_request
 from orchestrator.submission.create_run import data_identity, read_index
 from orchestrator.submission.run_identity import code, environment
+from orchestrator.tokenization.shard_writer import prepare
 from tests.fakes.slurm_commands import refusing, write_commands
 from tests.installed_distributions import install
 from tests.orchestrator.cli.conftest import Patch, Seeds, Type
@@ -25,7 +26,7 @@ from trainer.protocol import skipped_batches
 from trainer.protocol.failures.outcome import Failure, FailureKind
 from trainer.protocol.plain_data import build
 from trainer.protocol.run_dir import RunDir
-from trainer.protocol.token_shards import TokenIndex, prepare
+from trainer.protocol.token_shards import TokenIndex
 from trainer.protocol.user_code.code_record import CodeFile, CodeRecord
 from trainer.protocol.user_code.installed_packages import read_versions
 

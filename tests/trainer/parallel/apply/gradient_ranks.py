@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.trainer.worker.forked_ranks import report
 from trainer.models import parallelize
+from trainer.models.built_in import LlamaWorkload
 from trainer.models.llama import Llama
 from trainer.models.pipelined_llama import pipelined_llama
 from trainer.parallel.apply import mesh
@@ -19,6 +20,7 @@ from trainer.parallel.apply.data_parallel import GradientSync
 from trainer.parallel.apply.expert_parallel import build_expert_balance
 from trainer.protocol.config import JobConfig
 from trainer.protocol.plain_data import build
+from trainer.worker.data import NOT_TRAINED, MaskedTokens
 
 BATCH, LENGTH, EXPERTS = 8, 13, 8
 FEATURES = {
@@ -65,12 +67,23 @@ def trained(case: dict[str, Any]) -> Found:
     model = (
         _in_stages(made, layout, own)
         if layout.sizes["pp"] > 1
-        else _whole(made, layout, own.chunk(case.get("micro", 1)))
+        else _whole(made, layout, own.chunk(case.get("micro", 1)), masked=case.get("masked", False))
     )
     return _ended(model)
 
 
-def _whole(made: JobConfig, layout: mesh.Layout, parts: Sequence[torch.Tensor]) -> nn.Module:
+def mean_loss(model: nn.Module, part: torch.Tensor, parts: int, *, masked: bool) -> torch.Tensor:
+    """Return the loss of one of `parts` micro-batches; `masked`: tokens that 3 divides are not trained."""
+    if not masked:
+        return LlamaWorkload.loss(None, model, part)  # type: ignore[arg-type]
+    whole, targets = batch(part.shape[1] - 1)[:, 1:], part[:, 1:]
+    tokens = MaskedTokens(
+        part[:, :-1], targets.masked_fill(targets % 3 == 0, NOT_TRAINED), (whole % 3 != 0).sum() / parts
+    )
+    return LlamaWorkload.loss(None, model, tokens)  # type: ignore[arg-type]
+
+
+def _whole(made: JobConfig, layout: mesh.Layout, parts: Sequence[torch.Tensor], *, masked: bool) -> nn.Module:
     with torch.device("meta"):
         model = Llama(made.model, made.train)
     parallelize.shard(model, layout, made)
@@ -78,7 +91,8 @@ def _whole(made: JobConfig, layout: mesh.Layout, parts: Sequence[torch.Tensor]) 
     skew(model)
     sync = GradientSync(model, layout, made.parallel.reduce, lambda: None)
     for number, part in enumerate(parts):
-        sync.backward(model(part[:, :-1], part[:, 1:]) / len(parts), is_last=number == len(parts) - 1)
+        loss = mean_loss(model, part, len(parts) * layout.dp_size, masked=masked)
+        sync.backward(loss / len(parts), is_last=number == len(parts) - 1)
     return model
 
 
@@ -129,20 +143,19 @@ class Alone(Llama):
 
 
 @functools.cache
-def of_one_rank(layers: int, length: int, *, tied: bool, features: bool) -> Found:
+def of_one_rank(layers: int, length: int, *, tied: bool, features: bool, masked: bool) -> Found:
     made = config({}, 1, {"seq_len": length}, layers, tied=tied, features=features)
     model = Alone(made.model, made.train)
     model.materialize(torch.device("cpu"), seed=1)
     skew(model)
-    tokens = batch(length)
-    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    mean_loss(model, batch(length), 1, masked=masked).backward()
     return _ended(model)
 
 
 def differences(case: dict[str, Any]) -> dict[str, Any]:
     length = case.get("train", {}).get("seq_len", LENGTH)
     kind = {"tied": case.get("tied", False), "features": case.get("features", False)}
-    due = of_one_rank(case.get("layers", 2), length, **kind)
+    due = of_one_rank(case.get("layers", 2), length, **kind, masked=case.get("masked", False))
     found = trained(case)
     assert set(found.gradients) <= set(due.gradients)
     rest = torch.cat([found.gradients[name].flatten() for name in sorted(found.gradients)]).contiguous()

@@ -26,6 +26,9 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "ep 1, by class": {"parallel": {"fsdp": {"wrap": "Block,Experts"}}, "times": 1},
         "ep 1, by size": {"parallel": {"fsdp": {"wrap": "3000"}}, "times": 1},
         "tp 2, other decoders": {"parallel": {"tp": 2}, "train": EVEN, "features": True},
+        "tp 2, trained in part": {"parallel": {"tp": 2}, "train": EVEN, "masked": True, "times": 1},
+        "ep 2, trained in part": {"parallel": {"ep": 2}, "micro": 2, "masked": True, "times": 1},
+        "ring 2, trained in part": {"parallel": {"cp": 2, "cp_method": "ring"}, "masked": True, "times": 1},
         "ulysses 2, other decoders": {"parallel": {"cp": 2, "cp_method": "ulysses"}, "features": True, "times": 1},
     },
     "2, more": {

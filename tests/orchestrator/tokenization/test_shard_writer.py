@@ -1,13 +1,19 @@
 """Text to token shards: deterministic, atomic, and clear about what it cannot read."""
 
+import gzip
 import json
 import os
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
 
+from orchestrator.tokenization import shard_writer
+from orchestrator.tokenization.documents import STDLIB, expand_sources
+from orchestrator.tokenization.tokenizers import SEPARATOR
 from trainer.protocol import token_shards
-from trainer.protocol.token_shards import SEPARATOR, STDLIB, TokenIndex, TokensError
+from trainer.protocol.token_shards import TokenIndex, TokensError
 
 
 def numbers(folder: Path) -> list[int]:
@@ -25,7 +31,7 @@ def text(tmp_path):
 
 
 def test_documents_are_bytes_that_end_with_a_separator(text, tmp_path):
-    index = token_shards.prepare([text], tmp_path / "out")
+    index = shard_writer.prepare([text], tmp_path / "out")
     assert numbers(tmp_path / "out") == [97, 98, SEPARATOR, 104, 0xC3, 0xA9, SEPARATOR]
     assert (index.tokens, index.sources, index.skipped, index.dtype) == (7, 2, 0, "uint16")
     assert TokenIndex.read(tmp_path / "out") == index
@@ -36,22 +42,22 @@ def test_binary_empty_hidden_and_special_files_are_left_out(text, tmp_path):
     (text / "empty").touch()
     (text / ".hidden").write_text("secret")
     os.mkfifo(text / "pipe")
-    index = token_shards.prepare([text], tmp_path / "out")
+    index = shard_writer.prepare([text], tmp_path / "out")
     assert (index.tokens, index.sources, index.skipped) == (7, 2, 3)
 
 
 def test_content_and_order_make_the_fingerprint(text, tmp_path):
-    first = token_shards.prepare([text], tmp_path / "one")
-    assert token_shards.prepare([text], tmp_path / "two").fingerprint == first.fingerprint
-    swapped = token_shards.prepare([text / "b", text / "a.txt"], tmp_path / "three")
+    first = shard_writer.prepare([text], tmp_path / "one")
+    assert shard_writer.prepare([text], tmp_path / "two").fingerprint == first.fingerprint
+    swapped = shard_writer.prepare([text / "b", text / "a.txt"], tmp_path / "three")
     assert swapped.tokens == first.tokens
     assert swapped.fingerprint != first.fingerprint
 
 
 def test_shards_are_cut_at_their_size(text, tmp_path, monkeypatch):
-    whole = token_shards.prepare([text], tmp_path / "one")
-    monkeypatch.setattr(token_shards, "SHARD_TOKENS", 3)
-    index = token_shards.prepare([text], tmp_path / "two")
+    whole = shard_writer.prepare([text], tmp_path / "one")
+    monkeypatch.setattr(shard_writer, "SHARD_TOKENS", 3)
+    index = shard_writer.prepare([text], tmp_path / "two")
     assert [shard.tokens for shard in index.shards] == [3, 3, 1]
     assert numbers(tmp_path / "two") == numbers(tmp_path / "one")
     assert index.tokens == whole.tokens
@@ -59,28 +65,28 @@ def test_shards_are_cut_at_their_size(text, tmp_path, monkeypatch):
 
 def test_the_same_tokens_are_kept_and_others_refused(text, tmp_path):
     out = tmp_path / "out"
-    token_shards.prepare([text], out)
+    shard_writer.prepare([text], out)
     written = (out / "index.json").stat().st_ino
-    token_shards.prepare([text], out)
+    shard_writer.prepare([text], out)
     assert (out / "index.json").stat().st_ino == written
     (text / "more").write_text("more")
     for taken in (out, text, text / "more"):
         with pytest.raises(TokensError, match="exists and contains something else: choose another folder or remove it"):
-            token_shards.prepare([text], taken)
+            shard_writer.prepare([text], taken)
     assert len(numbers(out)) == 7
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out", "text"]
 
 
 def test_an_empty_folder_is_filled(text, tmp_path):
     (tmp_path / "out").mkdir()
-    assert token_shards.prepare([text], tmp_path / "out").tokens == 7
+    assert shard_writer.prepare([text], tmp_path / "out").tokens == 7
 
 
 def test_prepare_under_gives_every_content_its_own_folder(text, tmp_path):
-    first, _ = token_shards.prepare_under([text], tmp_path / "data")
-    assert token_shards.prepare_under([text], tmp_path / "data")[0] == first
+    first, _ = shard_writer.prepare_under([text], tmp_path / "data")
+    assert shard_writer.prepare_under([text], tmp_path / "data")[0] == first
     (text / "more").write_text("more")
-    second, index = token_shards.prepare_under([text], tmp_path / "data")
+    second, index = shard_writer.prepare_under([text], tmp_path / "data")
     assert second != first
     assert second.name == index.fingerprint[:16]
     assert sorted((tmp_path / "data").iterdir()) == sorted([first, second])
@@ -88,29 +94,89 @@ def test_prepare_under_gives_every_content_its_own_folder(text, tmp_path):
 
 def test_progress_ends_at_the_whole(text, tmp_path):
     told: list[tuple[int, int]] = []
-    token_shards.prepare([text], tmp_path / "out", lambda done, total: told.append((done, total)))
+    shard_writer.prepare([text], tmp_path / "out", lambda done, total: told.append((done, total)))
     assert told == [(2, 5), (5, 5)]
 
 
+ROWS = [{"text": "ab"}, {"text": ""}, {"text": "h\u00e9"}]
+
+
+def write_lines(path: Path, rows: list[Any]) -> Path:
+    lines = "".join(f"{json.dumps(row)}\n" for row in rows).encode()
+    path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.ndjson"])
+def test_each_row_of_json_lines_is_a_document(tmp_path, name):
+    index = shard_writer.prepare([write_lines(tmp_path / name, ROWS)], tmp_path / "out")
+    assert numbers(tmp_path / "out") == [97, 98, SEPARATOR, 104, 0xC3, 0xA9, SEPARATOR]
+    assert (index.sources, index.skipped, index.is_masked) == (1, 0, False)
+    rows = [{"body": row["text"]} for row in ROWS]
+    other = shard_writer.prepare([write_lines(tmp_path / name, rows)], tmp_path / "other", field="body")
+    assert other.fingerprint == index.fingerprint
+
+
+def test_files_at_a_url_are_read_like_local_ones(text, tmp_path):
+    local = shard_writer.prepare([text], tmp_path / "out")
+    system = fsspec.filesystem("memory")
+    for name in ("b/second.txt", "a.txt"):
+        system.pipe(f"/corpus/{name}", (text / name).read_bytes())
+    found = shard_writer.prepare(["memory://corpus"], tmp_path / "other")
+    assert found.fingerprint == local.fingerprint
+    with pytest.raises(TokensError, match="memory://nowhere cannot be read"):
+        shard_writer.prepare(["memory://nowhere"], tmp_path / "third")
+
+
+def test_only_the_completion_of_a_prompt_is_trained(tmp_path):
+    rows = [{"prompt": "\u00e9?", "completion": "ab"}, {"prompt": "", "completion": "c"}]
+    index = shard_writer.prepare([write_lines(tmp_path / "a.jsonl", rows)], tmp_path / "out")
+    assert index.is_masked
+    bit = 1 << 15
+    assert numbers(tmp_path / "out") == [0xC3 | bit, 0xA9 | bit, 63 | bit, 97, 98, SEPARATOR, 99, SEPARATOR]
+    assert TokenIndex.read(tmp_path / "out") == index
+    plain = shard_writer.prepare([write_lines(tmp_path / "b.jsonl", [{"text": "\u00e9?ab"}])], tmp_path / "plain")
+    assert plain.fingerprint != index.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        ([{"body": "a"}], "row 1: has neither text, messages, nor prompt and completion, only body"),
+        ([{"text": "a"}, ["b"]], "row 2: must be an object, is a list"),
+        ([{"messages": [{"role": "user", "content": "a"}]}], "chats need a tokenizer with a chat template"),
+        ([{"text": "a"}, {"prompt": "a", "completion": "b"}], "separate them into files"),
+    ],
+)
+def test_rows_that_are_no_documents_are_told_with_their_place(tmp_path, rows, told):
+    with pytest.raises(TokensError, match=f"a.jsonl.*{told}"):
+        shard_writer.prepare([write_lines(tmp_path / "a.jsonl", rows)], tmp_path / "out")
+    (tmp_path / "b.jsonl").write_text("{")
+    with pytest.raises(TokensError, match="b.jsonl: is not JSON lines"):
+        shard_writer.prepare([tmp_path / "b.jsonl"], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_standard_library_is_some_megabytes_without_its_tests():
-    files = token_shards.expand_sources([STDLIB])
-    assert {path.name for path in files} >= {"argparse.py", "json", "__init__.py"} - {"json"}
-    assert all(path.suffix == ".py" for path in files)
-    assert not any(part in ("test", "tests", "site-packages") for path in files for part in path.parts)
-    assert sum(path.stat().st_size for path in files) > 5e6
+    files = expand_sources([STDLIB])
+    paths = [Path(file.name) for file in files]
+    assert {path.name for path in paths} >= {"argparse.py", "__init__.py"}
+    assert all(path.suffix == ".py" for path in paths)
+    assert not any(part in ("test", "tests", "site-packages") for path in paths for part in path.parts)
+    assert sum(file.size for file in files) > 5e6
 
 
 @pytest.mark.parametrize(("sources", "message"), [(["nowhere"], "nowhere does not exist"), ([], "empty list of paths")])
 def test_nothing_to_read_is_said(tmp_path, sources, message):
     with pytest.raises(TokensError, match=message):
-        token_shards.prepare(sources, tmp_path / "out")
+        shard_writer.prepare(sources, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_only_binary_files_is_nothing_to_read(tmp_path):
     (tmp_path / "x").write_bytes(b"\0")
     with pytest.raises(TokensError, match="1 files, none of them text"):
-        token_shards.prepare([tmp_path / "x"], tmp_path / "out")
+        shard_writer.prepare([tmp_path / "x"], tmp_path / "out")
 
 
 def test_a_folder_without_index_names_the_remedy(tmp_path):
@@ -119,7 +185,7 @@ def test_a_folder_without_index_names_the_remedy(tmp_path):
 
 
 def test_a_truncated_shard_is_noticed(text, tmp_path):
-    index = token_shards.prepare([text], tmp_path / "out")
+    index = shard_writer.prepare([text], tmp_path / "out")
     os.truncate(tmp_path / "out" / index.shards[0].name, 4)
     with pytest.raises(TokensError, match="has 4 bytes instead of 14"):
         TokenIndex.read(tmp_path / "out")
@@ -133,7 +199,7 @@ def test_a_damaged_index_is_an_error_of_ours(tmp_path, damage):
 
 
 def test_the_index_is_plain_json(text, tmp_path):
-    token_shards.prepare([text], tmp_path / "out")
+    shard_writer.prepare([text], tmp_path / "out")
     fields = json.loads((tmp_path / "out" / "index.json").read_text())
     assert fields["schema"] == "orch.tokens/1"
     assert fields["vocab_size"] == 257
@@ -148,15 +214,15 @@ def overwrite(shard, data=b"\x07"):
 
 
 def test_a_shard_that_was_overwritten_is_not_kept_as_the_same_tokens(text, tmp_path):
-    token_shards.prepare([text], tmp_path / "out")
+    shard_writer.prepare([text], tmp_path / "out")
     overwrite(tmp_path / "out" / "shard-00000.bin")
     with pytest.raises(TokensError, match=r"shard-00000\.bin has changed since it was written: remove"):
-        token_shards.prepare([text], tmp_path / "out")
+        shard_writer.prepare([text], tmp_path / "out")
 
 
 def test_shards_written_after_the_index_are_compared_with_it(text, tmp_path, monkeypatch):
-    monkeypatch.setattr(token_shards, "SHARD_TOKENS", 3)
-    index = token_shards.prepare([text], tmp_path / "out")
+    monkeypatch.setattr(shard_writer, "SHARD_TOKENS", 3)
+    index = shard_writer.prepare([text], tmp_path / "out")
     assert index.shards_changed_lately(tmp_path / "out") == []
     for shard in (tmp_path / "out").glob("shard-*"):
         shard.touch()  # as a copy of the folder, whose shards are written after its index

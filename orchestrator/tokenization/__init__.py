@@ -1,0 +1,1 @@
+"""Token shards from documents: formats, tokenizers, and the files that ranks read."""

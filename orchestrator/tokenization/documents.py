@@ -1,0 +1,194 @@
+"""Documents of text files, JSON lines, Parquet and Arrow files, on disks or at any URL that fsspec knows."""
+
+import gzip
+import importlib
+import json
+import os
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from checkpointing.storage.durable import read_json
+from trainer.protocol.token_shards import TokensError
+
+STDLIB = "python-stdlib"
+CHUNK = 1024 * 1024
+_STDLIB_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+_LINES, _ROWS = (".jsonl", ".ndjson"), (".parquet", ".arrow")
+_DATASET, _SPLITS = "state.json", "dataset_dict.json"
+"""Files of a Hugging Face dataset on disk, and of one with several splits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """Text, or the messages of a chat."""
+
+    text: str = ""
+    untrained: int | None = None
+    """Number of characters at the beginning without loss; None: not a prompt with its completion."""
+    messages: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether documents of this kind are trained in part."""
+        return bool(self.untrained is not None or self.messages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFile:
+    """File of documents."""
+
+    name: str
+    size: int
+    open: Callable[[], BinaryIO]
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the whole file is one document."""
+        return not _plain_name(self.name).endswith((*_LINES, *_ROWS))
+
+    def documents(self, field: str) -> Iterator[Document]:
+        """Yield the documents. `field` has the text of a row without messages. Raises TokensError."""
+        if self.is_text:
+            text = b"".join(self.text()).decode("utf-8", "replace")
+            yield from [Document(text=text)] if text else []
+            return
+        for number, row in enumerate(self._rows(), 1):
+            yield _document(row, field, f"{self.name}, row {number}")
+
+    def text(self) -> Iterator[bytes]:
+        """Yield the file's bytes, or nothing if it is unreadable or binary (a NUL in its first megabyte)."""
+        try:
+            with self.open() as stream:
+                chunk = stream.read(CHUNK)
+                if b"\0" in chunk:
+                    return
+                while chunk:
+                    yield chunk
+                    chunk = stream.read(CHUNK)
+        except PermissionError:
+            return
+
+    def _rows(self) -> Iterator[Any]:
+        plain = _plain_name(self.name)
+        with self.open() as raw:
+            if plain.endswith(_LINES):
+                lines = gzip.GzipFile(fileobj=raw) if self.name.endswith(".gz") else raw
+                yield from (_parse(line, self.name) for line in lines if line.strip())
+            elif plain.endswith(".parquet"):
+                yield from _batch_rows(_pyarrow("parquet").ParquetFile(raw).iter_batches())
+            else:
+                yield from _batch_rows(_pyarrow("ipc").open_stream(raw))
+
+
+def _plain_name(name: str) -> str:
+    return name.removesuffix(".gz").lower()
+
+
+def _parse(line: bytes, name: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise TokensError(f"{name}: is not JSON lines: {error}: {line[:60]!r}") from error
+
+
+def _pyarrow(module: str) -> Any:
+    try:
+        return importlib.import_module(f"pyarrow.{module}")
+    except ImportError as error:
+        raise TokensError(f"Parquet and Arrow files need pyarrow: pip install pyarrow ({error})") from error
+
+
+def _batch_rows(batches: Any) -> Iterator[Any]:
+    for batch in batches:
+        yield from batch.to_pylist()
+
+
+def _document(row: Any, field: str, where: str) -> Document:
+    if not isinstance(row, Mapping):
+        raise TokensError(f"{where}: must be an object, is a {type(row).__name__}")
+    if isinstance(text := row.get(field), str):
+        return Document(text=text)
+    if isinstance(messages := row.get("messages"), list):
+        return Document(messages=tuple(messages))
+    prompt, completion = row.get("prompt"), row.get("completion")
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return Document(text=prompt + completion, untrained=len(prompt))
+    known = ", ".join(sorted(map(str, row)))
+    raise TokensError(
+        f"{where}: has neither {field}, messages, nor prompt and completion, only {known}: name the text with --field"
+    )
+
+
+def expand_sources(sources: Sequence[str | Path]) -> list[SourceFile]:
+    """Return the source files in a fixed order. Raises TokensError for a missing path.
+
+    A folder stands for every file below it except hidden files, a Hugging Face dataset on disk for its rows.
+    `python-stdlib` stands for the Python source of the standard library without its tests.
+    """
+    found: list[SourceFile] = []
+    for source in sources:
+        if "://" in str(source):
+            found += _files_at_url(str(source))
+            continue
+        if str(source) == STDLIB:
+            folder = Path(sysconfig.get_path("stdlib"))
+            found += map(_local, _below(folder, suffix=".py", left_out=_STDLIB_LEFT_OUT))
+            continue
+        path = Path(source).expanduser()
+        if (path / _SPLITS).is_file():
+            splits = ", ".join(read_json(path / _SPLITS).get("splits", ()))
+            raise TokensError(f"{path} has several splits ({splits}): name one, such as {path}/train")
+        if (path / _DATASET).is_file():
+            files = read_json(path / _DATASET).get("_data_files", ())
+            found += [_local(path / str(file["filename"])) for file in files]
+        elif path.is_dir():
+            found += map(_local, _below(path))
+        elif path.exists():
+            found.append(_local(path))
+        else:
+            raise TokensError(f"{path} does not exist: give files, folders, URLs, or `{STDLIB}`")
+    return found
+
+
+def _local(path: Path) -> SourceFile:
+    def open_file() -> BinaryIO:
+        if not path.is_file():  # a FIFO would block forever
+            raise PermissionError(path)
+        return path.open("rb")
+
+    try:
+        size = path.stat().st_size
+    except OSError:
+        size = 0
+    return SourceFile(name=str(path), size=size, open=open_file)
+
+
+def _below(folder: Path, *, suffix: str = "", left_out: frozenset[str] = frozenset()) -> list[Path]:
+    found = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name not in left_out and not name.startswith("."))
+        found += [Path(place) / name for name in sorted(names) if name.endswith(suffix) and not name.startswith(".")]
+    return found
+
+
+def _files_at_url(url: str) -> list[SourceFile]:
+    import fsspec  # half a second, for those who have URLs
+
+    try:
+        system, path = fsspec.core.url_to_fs(url)
+        entries = system.find(path, detail=True) if system.isdir(path) else {path: system.info(path)}
+    except (OSError, ValueError, ImportError) as error:
+        raise TokensError(f"{url} cannot be read: {error}") from error
+    return [
+        SourceFile(
+            name=f"{url.partition('://')[0]}://{name}", size=int(entry.get("size") or 0), open=_opener(system, name)
+        )
+        for name, entry in sorted(entries.items())
+    ]
+
+
+def _opener(system: Any, name: str) -> Callable[[], BinaryIO]:
+    return lambda: system.open(name, "rb")

@@ -61,7 +61,9 @@ def test_a_pretrained_model_survives_a_kill_goes_on_elsewhere_and_is_exported(
     user.ask("resume", killed, "train.steps=20", other, "~drill")
     assert user.wait(killed) == 0
     assert user.show(killed)["attempts"][1]["last_step"] == 20
+    (models / kind / "tokenizer_config.json").write_text("{}")
     user.ask("ckpt", "export", f"{killed}@20", str(user.folder / "out"))
+    assert (user.folder / "out" / "tokenizer_config.json").read_text() == "{}"
     name, troubles = json.loads(run_beside_transformers("-c", LOAD, str(user.folder / "out")))
     assert name.endswith(("ForCausalLM", "LMHeadModel"))
     assert troubles == 0

@@ -18,6 +18,7 @@ from checkpointing.engine.interchange.exporter import (
     ExportedTensor,
     new_folder,
     open_for_export,
+    write_bytes,
     write_json,
     write_safetensors,
     write_torch,
@@ -45,6 +46,11 @@ from trainer.worker.saved_state.object_state import decode
 from trainer.worker.saved_state.optimizer_state import PREFIXES
 
 MODEL, _BUFFERS = "model/", buffers_name(0)
+_BESIDE_WEIGHTS = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template.*",
+    "generation_config.json", "*processor_config.json",
+)  # fmt: skip
+"""Files that transformers reads beside weights and configuration."""
 
 
 def model_keys(source: SealedCheckpoint) -> dict[str, str]:
@@ -140,9 +146,19 @@ def export(
                 write_json(draft / "config.json", described)
             elif request.config is not None and (theirs := _own_description(source, request)):
                 write_json(draft / "config.json", theirs)
+            if request.config is not None and request.config.workload.target == HF_WORKLOAD:
+                _copy_tokenizer(Path(str(request.config.workload.args["name_or_path"])).expanduser(), draft)
         provenance = _provenance(source, request, wanted, done)
         write_json(draft / PROVENANCE, provenance)
     return done, provenance
+
+
+def _copy_tokenizer(model: Path, folder: Path) -> None:
+    """Copy the tokenizer and the settings for generation of a model's folder, if it has them."""
+    for pattern in _BESIDE_WEIGHTS:
+        for path in sorted(model.glob(pattern)):
+            if path.is_file():
+                write_bytes(folder / path.name, path.read_bytes())
 
 
 def _own_description(source: SealedCheckpoint, request: ExportRequest) -> dict[str, Any] | None:

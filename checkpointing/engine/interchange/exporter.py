@@ -136,8 +136,13 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a new, indented JSON file durably."""
+    write_bytes(path, json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n")
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a new file durably."""
     with path.open("xb") as stream:
-        stream.write(json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n")
+        stream.write(data)
         _settle(stream)
 
 

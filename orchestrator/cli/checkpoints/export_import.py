@@ -106,7 +106,8 @@ def _show_export(
         "files": [{"name": name, "bytes": length} for name, length in done.files.items()], "bytes": done.size,
         "tensors": tensors, "compared": done.compared, "converted": converted,
     }  # fmt: skip
-    if "config.json" not in os.listdir(folder) and provenance["tensors"] and not built_in:
+    written = os.listdir(folder)
+    if not {"config.json", "adapter_config.json"} & set(written) and provenance["tensors"] and not built_in:
         screen.warn("no_config", "no config.json: orch writes it for the built-in model, and workload hf from a folder")
     if screen.json:
         screen.data("ckpt.export", answer)

@@ -129,3 +129,38 @@ def test_a_late_report_says_nothing_about_parameters(tmp_path: Path, monkeypatch
     rank.saved(4, "/out/step-4", late=True)
     cell.close()
     assert [json.loads(line)["state"] for line in file.read_text().splitlines()] == ["1:ab", ""]
+
+
+def test_only_the_training_that_continues_is_compared() -> None:
+    """A program that trains one model after the other, and continues with the second one."""
+    reports: list[bool] = []
+    models = [torch.optim.SGD([torch.nn.Parameter(torch.full((2,), float(number)))]) for number in range(3)]
+    state = restored_state.RestoredState(restored_state.digest(models[1]), reports.append)
+    for number, optimizer in enumerate(models):
+        state.begin_training(number == 1)
+        state.note(optimizer)
+    assert reports == [True]
+
+
+def test_saves_describe_the_model_that_trains_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restored_state, "digest", lambda optimizer: str(optimizer.defaults["lr"]))
+    monkeypatch.setattr(restored_state, "_world_size", lambda: 1)
+    monkeypatch.setattr(restored_state, "_PAUSE", 0)
+    state = restored_state.RestoredState("", lambda agrees: None)
+    for rate in (1.0, 2.0):
+        optimizer = torch.optim.SGD([torch.zeros(2)], lr=rate)
+        state.begin_training(False)
+        state.note(optimizer)
+        assert state.describe(10) == f"1:{rate}"
+
+
+def test_reports_of_mixed_checkpoints_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, cell = tmp_path / "saves.jsonl", ProgressCell.create("cell")
+    monkeypatch.setenv("ORCH_SAVED", str(file))
+    rank = program_rank.ProgramRank(CellWriter(f"/proc/self/fd/{cell.descriptor}"), 0)
+    rank.begin_training(resumes=False, mixed=False)
+    rank.saved(3, "/out/step-3")
+    rank.begin_training(resumes=False, mixed=True)
+    rank.saved(4, "/out/step-4")
+    cell.close()
+    assert [json.loads(line)["mixed"] for line in file.read_text().splitlines()] == [False, True, True]

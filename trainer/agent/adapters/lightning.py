@@ -6,7 +6,7 @@ import functools
 import os
 import re
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from trainer.agent.adapters.host import AdapterHost
@@ -17,15 +17,15 @@ _STEP = re.compile(r"step[=_-]?(\d+)", re.ASCII)
 
 
 def install(module: Any, host: AdapterHost) -> None:
-    """Add a callback to every `fit`, and offer the first one the newest checkpoint of the run.
+    """Add a callback to every `fit`, and offer the newest checkpoint of the run to the one that saves in its folder.
 
     `module` is `lightning.pytorch.trainer.trainer` or its older name.
     """
     package = module.__name__.rpartition(".trainer.trainer")[0]
     callback = _callback_class(sys.modules[f"{package}.callbacks"].Callback, host)
-    fit, offers = module.Trainer.fit, [os.environ.get("ORCH_RESUME_PATH", "")]
+    fit = module.Trainer.fit
     prepare = host.guard(functools.partial(_add_callback, callback))
-    choose = host.guard(functools.partial(_choose_checkpoint, offers))
+    choose = host.guard(Fits(os.environ.get("ORCH_RESUME_PATH", ""), host).begin)
 
     @functools.wraps(fit)
     def fit_with_callback(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -44,16 +44,49 @@ def _add_callback(callback: Any, trainer: Any) -> None:
         trainer.callbacks.append(callback())
 
 
-def _choose_checkpoint(offers: list[str], trainer: Any) -> str:
-    """Return the path to resume from instead of the program's own `ckpt_path`, or "" to keep that.
+class Place(NamedTuple):
+    """Folder in which a `fit` saves. Below a `root`, Lightning chooses the names: `lightning_logs/version_0`."""
 
-    A later `fit` of the same program trains something else.
-    """
-    offered = offers.pop() if offers else ""
-    saver = trainer.checkpoint_callback
-    folder = getattr(saver, "dirpath", None)
-    is_own = not folder or os.path.realpath(folder) == os.path.realpath(os.path.dirname(offered))
-    return offered if offered and is_own else ""
+    folder: str
+    is_root: bool = False
+
+    def covers(self, folder: str) -> bool:
+        below = self.is_root and folder.startswith(os.path.join(self.folder, ""))
+        return folder == self.folder or below
+
+
+def _find_places(trainer: Any) -> list[Place]:
+    dirpaths = [getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks]
+    places = [Place(os.path.realpath(folder)) for folder in dirpaths if folder]
+    if places and all(dirpaths):
+        return places
+    roots = [trainer.default_root_dir, *(logger.save_dir for logger in trainer.loggers)]
+    return places + [Place(os.path.realpath(root), is_root=True) for root in roots if root]
+
+
+class Fits:
+    """Fits of this process. A program may train several models, as one per fold."""
+
+    def __init__(self, offered: str, host: AdapterHost) -> None:
+        self._offered, self._host = offered, host
+        self._places: list[Place] = []
+
+    def begin(self, trainer: Any) -> str:
+        """Return the path to resume from instead of the program's own `ckpt_path`, or "" to keep that.
+
+        If two fits save in one place, the agent offers nothing from then on: a checkpoint there may be of either.
+        """
+        if any(getattr(one, "_early_exit", False) for one in trainer.callbacks):  # a trial of Lightning's Tuner
+            return ""
+        places, folder = _find_places(trainer), os.path.realpath(os.path.dirname(self._offered))
+        chosen = self._offered if any(place.covers(folder) for place in places) else ""
+        if chosen:
+            self._offered = ""
+        pairs = [(one, other) for one in places for other in self._places]
+        mixed = any(one.covers(other.folder) or other.covers(one.folder) for one, other in pairs)
+        self._places += places
+        self._host.rank.begin_training(resumes=bool(chosen), mixed=mixed)
+        return chosen
 
 
 def _use_torchrun_variables(package: str) -> None:

@@ -75,6 +75,8 @@ class ProgramRank:
         self.count_collectives: Callable[[], int] = lambda: 0
         self.describe_state: Callable[[int], str] = lambda step: ""
         self.note_optimizer: Callable[[Any], None] = lambda optimizer: None
+        self.compare_next: Callable[[bool], None] = lambda resumes: None
+        self._mixed = False
         self._after, self._losses = os.environ.get("ORCH_RESUME_PATH", ""), 0
         """Newest checkpoint that was saved or restored, and how many losses after it are reported."""
         cell.claim(os.getpid(), _world_rank(), _generation())
@@ -119,6 +121,18 @@ class ProgramRank:
             return True
         self.disabled = True
         return False
+
+    @_safely
+    def begin_training(self, *, resumes: bool, mixed: bool) -> None:
+        """Declare that the program trains a model from now on, and whether it continues from ORCH_RESUME_PATH.
+
+        `mixed` means that its checkpoints are in one place with those of another model.
+        """
+        self._after, self._losses = os.environ.get("ORCH_RESUME_PATH", "") if resumes else "", 0
+        self.compare_next(resumes)
+        if mixed:
+            self._mixed = True
+            self._append({})
 
     @_safely
     def loss(self, value: float) -> None:
@@ -177,7 +191,7 @@ class ProgramRank:
         place = os.environ.get("ORCH_SAVED")
         if not place:
             return
-        row.update(rank=self._cell.rank(), generation=_generation(), time=time.time())
+        row.update(rank=self._cell.rank(), generation=_generation(), time=time.time(), mixed=self._mixed)
         descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             os.write(descriptor, (json.dumps(row) + "\n").encode(errors="backslashreplace"))

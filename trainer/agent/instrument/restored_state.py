@@ -29,10 +29,16 @@ class RestoredState:
     def __init__(self, expected: str, report: Callable[[bool], None]) -> None:
         """`expected` has a digest per optimizer, separated by `;`. `report` gets whether an optimizer's agree."""
         self._expected = expected.split(";") if expected else []
-        self._report = report
+        self._report, self._compares = report, True
         self._described, self._step, self._not_before = "", -1, 0.0
         self._optimizers: list[weakref.ref[Any]] = []
         self._known: set[int] = set()
+
+    def begin_training(self, resumes: bool) -> None:
+        """Forget the optimizers of other models. The next ones have the expected parameters only if they resume."""
+        self._optimizers.clear()
+        self._known.clear()
+        self._step, self._compares = -1, resumes
 
     def note(self, optimizer: Any) -> None:
         """Compare an optimizer's parameters before its first step."""
@@ -41,7 +47,7 @@ class RestoredState:
         self._known.add(id(optimizer))
         place = len(self._optimizers)
         self._optimizers.append(weakref.ref(optimizer))
-        if place < len(self._expected) and (found := digest(optimizer)):
+        if self._compares and place < len(self._expected) and (found := digest(optimizer)):
             self._report(found == self._expected[place])
 
     def describe(self, step: int) -> str:

@@ -51,6 +51,7 @@ def _begin(rank: Any) -> None:
     rank.found("torch")
     state = restored_state.RestoredState(restored_state.expected_state(rank.local_rank), rank.report_restore)
     rank.describe_state, rank.note_optimizer = state.describe, hook.guard(state.note)
+    rank.compare_next = state.begin_training
     files = os.environ.get("ORCH_STACKS", "").split(",")
     if rank.local_rank < len(files) and files[rank.local_rank]:
         with contextlib.suppress(OSError, ValueError, RuntimeError):  # evidence only: the agent has other stacks

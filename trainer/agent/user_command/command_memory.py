@@ -42,6 +42,7 @@ class CommandMemory:
     saved: bool = False  # a complete checkpoint has existed; never reset
     finite_until: float | None = None  # checkpoints that are newer must not be loaded: the loss was unusable
     warned: bool = False  # that it has saved nothing; never reset
+    mixed: bool = False  # checkpoints of several models are in one place; never reset
 
     def encode(self) -> bytes:
         """Return the state's file content; names that are not UTF-8 are read back unchanged."""

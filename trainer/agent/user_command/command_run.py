@@ -27,7 +27,7 @@ from trainer.agent.user_command.checkpoints import (
 )
 from trainer.agent.user_command.command_memory import CommandMemory, SetAsideCheckpoint
 from trainer.agent.user_command.engine_saves import EngineSaves
-from trainer.agent.user_command.program_saves import ProgramSave, choose_adapter, locate, read_saves
+from trainer.agent.user_command.program_saves import ProgramSave, are_mixed, choose_adapter, locate, read_saves
 from trainer.agent.user_command.progress import LOOK_SECONDS, WAIT_SECONDS, CommandProgress, StepWatch, run_bounded
 from trainer.agent.user_command.restored_states import RestoreWatch
 from trainer.agent.user_command.sealing import CheckpointSeals, Reading, Verdict, Verification, Wait
@@ -71,7 +71,7 @@ class CommandRun:
         self._seals = CheckpointSeals(run.seals, self._report_seal)
         self.restores = RestoreWatch(run, attempt, config, events)
         self.resume = ""
-        """Path of the newest complete checkpoint, from which the next generation should resume."""
+        """Path of the newest complete checkpoint, from which the next generation should resume; "": unknown."""
         self.unusable = ""
         """Why the program must not start: its newest checkpoint is damaged and cannot be replaced."""
         self._saves = RepeatedRead(lambda: read_saves([attempt]), attempt.outcomes)
@@ -122,6 +122,8 @@ class CommandRun:
         await self._checkpoints.start_generation()
         await self._engine.start_generation()
         if self._checkpoints.config.path:
+            mixed = await run_bounded(partial(are_mixed, self._run.all_attempts()))
+            self._memory.mixed = self._memory.mixed or bool(mixed)
             self._unmovable = await self._why_unmovable()
             await self._drop_unusable(generation)
             await self._choose(generation, wait or _join)
@@ -154,7 +156,8 @@ class CommandRun:
             found = await self._examine(newest, older, wait)
             if found.verdict is not Verdict.DAMAGED:
                 usable = newest if not newest.damage else older
-                self.resume = str(usable.path) if usable is not None else ""
+                # Which of the program's models it belongs to is unknown if their checkpoints are mixed.
+                self.resume = str(usable.path) if usable is not None and not self._memory.mixed else ""
                 if usable is newest:
                     await self._repair_pointers(newest, generation)
                 return
@@ -313,6 +316,7 @@ class CommandRun:
         if found is not None:
             self._memory.failures[:0], self._memory.aside[:0] = found.failures, found.aside
             self._memory.saved, self._memory.warned = self._memory.saved or found.saved, found.warned
+            self._memory.mixed = self._memory.mixed or found.mixed
             self._memory.finite_until = found.finite_until
             self._recalled = True
             await self._note_earlier(found.earlier)

@@ -67,6 +67,11 @@ def read_rows(attempt: AttemptDir) -> list[dict[str, Any]]:
     return found
 
 
+def are_mixed(attempts: Iterable[AttemptDir]) -> bool:
+    """Return whether a rank has reported that checkpoints of several models are in one place."""
+    return any(row.get("mixed") is True for attempt in attempts for row in read_rows(attempt))
+
+
 def parse_saves(rows: Iterable[dict[str, Any]]) -> list[ProgramSave]:
     """Return the successful saves in these rows; others are skipped."""
     found = []

@@ -42,6 +42,10 @@ def report(attempt: Attempt, step: int, path: Path, frameworks: str = HF) -> Non
         stream.write(json.dumps({**row, "time": time.time()}) + "\n")
 
 
+def report_mixed(attempt: Attempt) -> None:
+    attempt.dir.program_saves(0).write_text(json.dumps({"rank": 0, "generation": 1, "time": 1.0, "mixed": True}) + "\n")
+
+
 def trainer_checkpoint(out: Path, step: int) -> Path:
     folder = out / f"checkpoint-{step}"
     folder.mkdir(parents=True)
@@ -107,3 +111,18 @@ def test_the_configured_adapter_replaces_the_guess(tmp_path: Path, out: Path, ad
         report(attempt, 20, out / "checkpoint-20")
     asyncio.run(attempt.program.start_generation(1))
     assert attempt.program.resume == str(out / f"checkpoint-{chosen}")
+
+
+def test_a_checkpoint_is_not_offered_if_it_may_be_of_another_model(tmp_path: Path, out: Path) -> None:
+    """A new attempt has forgotten nothing, even if the reports have been rotated away."""
+    trainer_checkpoint(out, 10)
+    first = Attempt(tmp_path, 1)
+    first.stops()
+    assert first.program.resume == str(out / "checkpoint-10")
+    report_mixed(first)
+    first.stops()
+    assert first.program.resume == ""
+    first.dir.program_saves(0).unlink()
+    second = Attempt(tmp_path, 2)
+    second.stops()
+    assert (second.program.resume, names(out)) == ("", ["checkpoint-10"])

@@ -15,8 +15,8 @@ from trainer.agent.user_command.checkpoints import CommandCheckpoint, counterpar
 from trainer.protocol.command_progress import SET_ASIDE, CommandCheckpointsConfig
 from trainer.protocol.run_dir import RunDir
 
-_POINTER_NAMES = re.compile(r"(latest|last|newest)", re.IGNORECASE)
-"""Prefixes in the names of files that name the newest checkpoint."""
+_POINTER_NAMES = re.compile(r"(?<![a-z])(latest|last|newest|current)", re.IGNORECASE)
+"""Words in the names of files that name the newest checkpoint."""
 _COUNTS_CHECKPOINTS = re.compile(r"checkpoint|ckpt", re.IGNORECASE)
 """Words in the names of files whose number is that of a checkpoint."""
 _LARGEST_POINTER = 4096
@@ -126,12 +126,20 @@ def pointers_to(one: CommandCheckpoint, instead: CommandCheckpoint | None) -> li
 
 
 def _pointer(path: Path, one: CommandCheckpoint, instead: CommandCheckpoint | None) -> Pointer | None:
-    if path.name in (one.path.name, *one.siblings) or not _POINTER_NAMES.match(path.name):
+    if path.name in (one.path.name, *one.siblings) or (before := _content(path)) is None:
         return None
-    if (before := _content(path)) is None:
+    # A link that leads to the checkpoint would lead nowhere, whatever its name.
+    if not (_leads_to(path, one) if path.is_symlink() else _POINTER_NAMES.search(path.name)):
         return None
     after = _replace_name(before, one, instead)
     return None if after is None else Pointer(path=str(path), before=before, after=after, link=path.is_symlink())
+
+
+def _leads_to(link: Path, one: CommandCheckpoint) -> bool:
+    target = link.parent / os.readlink(link)
+    return target.name in (one.path.name, *one.siblings) and os.path.realpath(target.parent) == os.path.realpath(
+        one.path.parent
+    )
 
 
 def stale_pointers(newest: CommandCheckpoint, config: CommandCheckpointsConfig) -> list[Pointer]:
@@ -145,7 +153,7 @@ def stale_pointers(newest: CommandCheckpoint, config: CommandCheckpointsConfig) 
 def _stale(
     path: Path, newest: CommandCheckpoint, steps: Collection[int | None], config: CommandCheckpointsConfig
 ) -> Pointer | None:  # fmt: skip
-    if not _POINTER_NAMES.match(path.name) or (before := _content(path)) is None:
+    if not _POINTER_NAMES.search(path.name) or (before := _content(path)) is None:
         return None
     target = before.strip()
     name = target.rpartition("/")[2]

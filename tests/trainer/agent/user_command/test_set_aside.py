@@ -135,6 +135,29 @@ def test_files_that_name_it_name_the_older_one_and_nothing_else_changes(out: Pat
     assert os.readlink(out / "last-link") == "checkpoint-10"
 
 
+@pytest.mark.parametrize("name", ["ckpt_latest.pt", "model_last.pt", "current", "best.pt", "resume"])
+def test_every_link_to_it_leads_to_the_older_one(out: Path, run: RunDir, name: str) -> None:
+    for folder in ("checkpoint-9", "checkpoint-10"):
+        write(out, folder, WHOLE)
+    elsewhere = out.parent / "other"
+    (elsewhere / "checkpoint-10").mkdir(parents=True)
+    (out / name).symlink_to(f"../{out.name}/checkpoint-10")
+    (out / "pretrained").symlink_to(elsewhere / "checkpoint-10")
+    one, older = find(out, CONFIG)[0]
+    (pointer,) = pointers_to(one, older)
+    assert retarget(pointer, place(one, run))
+    assert os.readlink(out / name) == f"../{out.name}/checkpoint-9"
+
+
+def test_a_file_that_names_the_newest_one_at_the_end_of_its_name_follows(out: Path) -> None:
+    for folder in ("checkpoint-9", "checkpoint-10"):
+        write(out, folder, WHOLE)
+    (out / "model_last.txt").write_text("checkpoint-10")
+    (out / "blast.txt").write_text("checkpoint-10")
+    one, older = find(out, CONFIG)[0]
+    assert [Path(pointer.path).name for pointer in pointers_to(one, older)] == ["model_last.txt"]
+
+
 def test_where_no_other_is_left_a_file_that_names_it_is_moved_too(out: Path, run: RunDir) -> None:
     write(out, "checkpoint-10", WHOLE)
     (out / "latest").write_text("checkpoint-10")

@@ -17,6 +17,8 @@ _SCHEMA = "orch.seal/1"
 BLOCK = 4 << 20
 BESIDE = "../"
 """Prefix for the names of files in a checkpoint's other entries."""
+_TEXTS = frozenset({".json", ".yaml", ".yml", ".toml", ".txt", ".md"})
+"""Suffixes of files that a program may write once and keep when it saves again: settings, a vocabulary."""
 
 Tick = Callable[[], None]
 """Called after every block of a file; it may raise an exception to stop the reading."""
@@ -159,20 +161,34 @@ def _shown(name: str, path: Path) -> str:
     return name.removeprefix(BESIDE) or path.name
 
 
-def is_rewritten(seal: CheckpointSeal, path: Path) -> bool:
-    """Return whether a running program has written a sealed checkpoint again, or added to it. Raises OSError.
+def is_rewritten(seal: CheckpointSeal, path: Path, until: int | None = None) -> bool:
+    """Return whether the program has written a sealed checkpoint again, or added to it. Raises OSError.
 
-    It has if no sealed file is as it was, or if files were only added, extended or replaced by newer ones. Among
-    untouched files, a missing one is damage, and so is one of equal or smaller size that changed in place.
+    It has if no sealed file is as it was. Else none may be missing, and all that are no texts must have been written
+    again. While ranks run (no `until`), files may also be extended, or replaced by newer ones; a save that a kill
+    has ended may have done this to some files only. No rank has written after `until`, in the clock of the files.
     """
-    untouched, bad = 0, 0
+    untouched, changed, in_place = [], [], False
     for name, file in seal.files.items():
         try:
             now = _place(path, name).stat()
         except (FileNotFoundError, NotADirectoryError):
-            bad += 1
             continue
-        replaced = now.st_ino != file.inode and now.st_mtime > seal.sealed_at
-        untouched += file.is_untouched(now)
-        bad += not (file.is_untouched(now) or replaced or now.st_size > file.size)
-    return not bad or not untouched
+        if file.is_untouched(now):
+            untouched.append(name)
+            continue
+        changed.append(name)
+        is_newer = now.st_mtime_ns > file.changed
+        if until is not None and not (is_newer and now.st_mtime_ns <= until):
+            return False
+        in_place |= not (now.st_ino != file.inode and is_newer or now.st_size > file.size)
+    if not untouched:
+        return bool(changed)
+    if len(untouched) + len(changed) < len(seal.files):
+        return False
+    is_whole = any(map(_is_data, changed)) and not any(map(_is_data, untouched))
+    return is_whole or (until is None and not in_place)
+
+
+def _is_data(name: str) -> bool:
+    return Path(name).suffix not in _TEXTS

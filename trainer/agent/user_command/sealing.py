@@ -172,17 +172,13 @@ def verify_seal(seals: Path, path: Path, tick: Tick = lambda: None, program_unti
     if seal is None:
         return Verification(verdict=Verdict.UNSEALED)
     reason = find_mismatch(seal, path, tick)
-    if reason and _is_newer_whole(seal, path, program_until):
+    if reason and is_rewritten(seal, path, program_until) and not _is_bad(list_files(path, seal.siblings)):
         return Verification(verdict=Verdict.UNSEALED)
     return Verification(verdict=Verdict.DAMAGED if reason else Verdict.VERIFIED, reason=reason, bytes=seal.bytes)
 
 
-def _is_newer_whole(seal: CheckpointSeal, path: Path, until: int) -> bool:
-    """Return whether all files of a checkpoint were written after its seal and before `until`, and none looks bad."""
-    files = list_files(path, seal.siblings)
-    written = [file.stat().st_mtime_ns for file in files.values()]
-    is_newer = bool(written) and seal.sealed_at * 1e9 < min(written) and max(written) <= until
-    return is_newer and not any(map(_has_bad_record, files.values()))
+def _is_bad(files: Mapping[str, Path]) -> bool:
+    return any(map(_has_bad_record, files.values()))
 
 
 def _has_bad_record(path: Path) -> bool:
@@ -211,7 +207,7 @@ class SealWork:
         if old is not None and old.step == one.step:
             if self._is_unchanged(old, files):
                 return None
-            if not is_rewritten(old, one.path) or any(map(_has_bad_record, files.values())):
+            if not is_rewritten(old, one.path) or _is_bad(files):
                 return None  # the next start refuses it
         begun = CheckpointSeal.read(draft)
         seal = self._digest(files, {} if begun is None else begun.files, draft, tick)

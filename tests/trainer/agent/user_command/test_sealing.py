@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -145,6 +146,71 @@ def test_a_file_that_changes_in_place_while_the_program_runs_is_damage(tmp_path:
     attempt.fails(while_it_ran=lambda: flip(out / "checkpoint-20" / "weights.bin"))
     attempt.stops()
     assert names(out) == ["checkpoint-10"]
+
+
+def archive(path: Path, content: str) -> None:
+    """Write a file in place, as torch.save does."""
+    with zipfile.ZipFile(path, "w") as stream:
+        stream.writestr("data", content * 100)
+
+
+def settled(path: Path, step: int, *files: str) -> None:
+    """Write archives of a step into a checkpoint, and its settings unless they exist."""
+    path.mkdir(exist_ok=True)
+    for name in files:
+        archive(path / name, f"{name} {step:05d}")
+    if not (path / "config.json").exists():
+        (path / "config.json").write_text('{"lr": 0.1}')
+
+
+BOTH = ("model.pt", "optimizer.pt")
+
+
+def test_a_folder_that_is_saved_again_beside_its_settings_is_sealed_again(tmp_path: Path, out: Path) -> None:
+    attempt, path = Attempt(tmp_path, 1), out / "checkpoint-1"
+    settled(path, 10, *BOTH)
+    attempt.stops()
+    attempt.fails(while_it_ran=lambda: settled(path, 20, *BOTH))
+    attempt.stops()
+    assert len(attempt.told(EventKind.CHECKPOINT_SEALED)) == 2
+    second = Attempt(tmp_path, 2)
+    second.stops()
+    assert (second.program.resume, second.program.unusable) == (str(path), "")
+
+
+@pytest.mark.parametrize(
+    ("files", "late", "verdict"),
+    [
+        (BOTH, False, Verdict.UNSEALED),
+        (BOTH, True, Verdict.DAMAGED),  # by somebody else, after the program
+        (("model.pt",), False, Verdict.DAMAGED),  # a mixture of two steps: killed between the two files
+    ],
+)
+def test_a_save_that_a_kill_has_followed_counts_if_it_is_complete(tmp_path, out, files, late, verdict):
+    path, seals = out / "checkpoint-20", tmp_path / "seals"
+    settled(path, 10, *BOTH)
+    assert SealWork(folder=seals, checkpoint=_found(path)).run(bool) is not None
+    before = time.time_ns()
+    settled(path, 20, *files)
+    found = verify_seal(seals, path, program_until=before if late else time.time_ns())
+    assert found.verdict is verdict
+
+
+def test_a_missing_or_harmed_file_is_damage_also_beside_others_that_were_saved_again(tmp_path, out):
+    path, seals = out / "checkpoint-20", tmp_path / "seals"
+    for harm in (lambda: (path / "optimizer.pt").unlink(), lambda: flip(path / "optimizer.pt")):
+        settled(path, 10, *BOTH)
+        SealWork(folder=seals, checkpoint=_found(path)).run(bool)
+        settled(path, 20, *BOTH)
+        harm()
+        assert SealWork(folder=seals, checkpoint=_found(path)).run(bool) is None
+        assert verify_seal(seals, path, program_until=time.time_ns()).verdict is Verdict.DAMAGED
+        shutil.rmtree(path)
+        shutil.rmtree(seals)
+
+
+def _found(path: Path) -> CommandCheckpoint:
+    return CommandCheckpoint(step=20, path=path, identity="a", files={})
 
 
 def made(out: Path, *files: str, step: int = 20) -> CommandCheckpoint:

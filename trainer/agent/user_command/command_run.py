@@ -298,7 +298,8 @@ class CommandRun:
                 await self._put_back()
             self._memory.failures.clear()
         # Kept however the attempt ends, even if its coordinator dies now.
-        await self._keep(self._memory)
+        if await self._keep(self._memory):
+            self._program_until = await run_bounded(self._read_clock) or self._program_until
 
     async def _seal_last(self, decision: Decision) -> None:
         """Seal the newest checkpoint if an attempt ends here, within the time that a decision may take."""
@@ -379,6 +380,10 @@ class CommandRun:
             with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
                 highest = max(highest, Heartbeat.read(one.heartbeat).step or 0)
         return highest
+
+    def _read_clock(self) -> int:
+        """Return when the state was written (ns), in the clock of the file server. This node's may differ."""
+        return self._attempt.command_memory.stat().st_mtime_ns
 
     def _earlier_until(self) -> int:
         """Return when the coordinators of earlier attempts last reported (ns), or 0 if unknown."""

@@ -1,5 +1,6 @@
 """Seals of a user's program's checkpoints: what is sealed, what is refused before a start, what is accepted."""
 
+import asyncio
 import os
 import shutil
 import time
@@ -194,6 +195,33 @@ def test_a_save_that_a_kill_has_followed_counts_if_it_is_complete(tmp_path, out,
     settled(path, 20, *files)
     found = verify_seal(seals, path, program_until=before if late else time.time_ns())
     assert found.verdict is verdict
+
+
+@pytest.mark.parametrize("ahead", [-90, 20])
+def test_the_clock_of_the_file_server_may_differ_from_this_nodes(tmp_path, out, monkeypatch, ahead):
+    """The server's clock is the true one here."""
+    attempt, path, true = Attempt(tmp_path, 1), out / "checkpoint-1", time.time
+    monkeypatch.setattr(time, "time", lambda: true() - ahead)
+    monkeypatch.setattr(time, "time_ns", lambda: int((true() - ahead) * 1e9))
+    settled(path, 10, *BOTH)
+    attempt.stops()
+    monkeypatch.setattr(SealWork, "run", lambda work, tick: None)  # the ranks fail before it is sealed again
+    attempt.fails(while_it_ran=lambda: settled(path, 20, *BOTH))
+    asyncio.run(attempt.program.start_generation(9))
+    assert (attempt.program.resume, attempt.program.unusable) == (str(path), "")
+
+
+@pytest.mark.parametrize("ahead", [-90, 20])
+def test_an_earlier_attempt_ended_by_the_clock_of_the_file_server(tmp_path, out, monkeypatch, ahead):
+    first, path, true = Attempt(tmp_path, 1), out / "checkpoint-1", time.time
+    monkeypatch.setattr(time, "time", lambda: true() - ahead)
+    settled(path, 10, *BOTH)
+    first.stops()
+    settled(path, 20, *BOTH)
+    first.dir.heartbeat.touch()  # its last sign of life: the node is lost
+    second = Attempt(tmp_path, 2)
+    second.stops()
+    assert (second.program.resume, second.program.unusable) == (str(path), "")
 
 
 def test_a_missing_or_harmed_file_is_damage_also_beside_others_that_were_saved_again(tmp_path, out):

@@ -121,6 +121,15 @@ class NewestCheckpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MovedCheckpoint:
+    """A checkpoint that was set aside since the program last trained."""
+
+    names: tuple[str, ...]  # of its entries
+    path: str
+    damage: str = ""  # empty: no sign of damage
+
+
+@dataclass(frozen=True, kw_only=True)
 class CommandPast:
     """Known facts about the program, apart from its ranks' exits."""
 
@@ -135,6 +144,7 @@ class CommandPast:
     first: bool = False  # the newest is the only checkpoint, and no complete one is known to have existed
     aside: tuple[str, ...] = ()  # names of the checkpoints set aside since the program last trained
     doubtful: bool = False  # a checkpoint in `aside` has no sign of damage
+    moved: tuple[MovedCheckpoint, ...] = ()  # those in `aside`, and those with proven damage
     unmovable: str = ""  # reason why no checkpoint may be moved away; empty: allowed
     unmatched: str = ""  # names in `checkpoints.path` if `checkpoints.pattern` matches none of them
     disk: str = ""  # why the run's folder was not writable after a rank had failed; empty if it was
@@ -312,6 +322,13 @@ def same_without(row: Sequence[CommandFailure]) -> bool:
 
 def likely_cause(root: RankEnd, past: CommandPast, row: Sequence[CommandFailure]) -> str:
     """Return advice on what to check first, to append to the reason."""
+    if (wanted := _find_wanted(root, past)) is not None:
+        why = wanted.damage or "may be damaged"
+        other = f"name {past.newest.name} there" if past.newest is not None else "delete that pointer to start again"
+        return (
+            f"; it asks for {wanted.names[0]}, which orch has moved to {wanted.path}, because it {why}. A file of the "
+            f"program names it: {other}"
+        )
     if past.newest is not None:
         torn = f", which {past.newest.damage}" if past.newest.damage else ""
         if past.cleared:
@@ -337,7 +354,7 @@ def likely_cause(root: RankEnd, past: CommandPast, row: Sequence[CommandFailure]
 
 
 def _final_kind(kind: FailureKind, root: RankEnd, past: CommandPast, row: Sequence[CommandFailure]) -> FailureKind:
-    if _is_checkpoint_fault(root, past, row):
+    if _find_wanted(root, past) is not None or _is_checkpoint_fault(root, past, row):
         return FailureKind.STORAGE
     return kind if kind is FailureKind.OUT_OF_MEMORY else FailureKind.USER_ERROR
 
@@ -351,6 +368,14 @@ def _is_checkpoint_fault(root: RankEnd, past: CommandPast, row: Sequence[Command
     if whole and same_without(row) and has_meaning(_error_text(root), Meaning.MISFIT):
         return False
     return _loading(root, past, doubt=True) and (past.trained or past.newest is not None)
+
+
+def _find_wanted(root: RankEnd, past: CommandPast) -> MovedCheckpoint | None:
+    """Return a checkpoint that was set aside and that the error names: a pointer unknown to orch leads to it."""
+    error = _error_text(root)
+    if any(int(number) not in _FILE_ERRNOS for number in _ERRNO.findall(error)):
+        return None
+    return next((one for one in past.moved if any(_is_named(name, error) for name in one.names)), None)
 
 
 def _is_torn(past: CommandPast) -> bool:

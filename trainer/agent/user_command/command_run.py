@@ -16,7 +16,13 @@ from checkpointing.storage.storage_errors import write_probe
 from trainer.agent.attempt_state.attempt_state import GenerationState
 from trainer.agent.attempt_state.published_files import AttemptProgress
 from trainer.agent.fork_server.launch_order import working_directory
-from trainer.agent.ladder.command_failures import START_SECONDS, CommandPast, NewestCheckpoint, same_without
+from trainer.agent.ladder.command_failures import (
+    START_SECONDS,
+    CommandPast,
+    MovedCheckpoint,
+    NewestCheckpoint,
+    same_without,
+)
 from trainer.agent.processes.background_tasks import RepeatedRead
 from trainer.agent.user_command.checkpoints import (
     CommandCheckpoint,
@@ -101,7 +107,7 @@ class CommandRun:
             cleared=newest is not None and any(one.step < newest.step for one in aside),
             first=not self._memory.saved and found.is_alone(),
             aside=tuple(one.name for one in sorted(aside, key=lambda one: -one.step)),
-            doubtful=any(not one.damage for one in aside),
+            doubtful=any(not one.damage for one in aside), moved=tuple(map(_describe_moved, self._memory.aside)),
             unmovable=self._unmovable, unmatched=self._unmatched, disk=self._disk or "",
         )  # fmt: skip
 
@@ -465,6 +471,10 @@ def _describe(one: CommandCheckpoint | None) -> NewestCheckpoint | None:
     if one is None:
         return None
     return NewestCheckpoint(identity=one.identity, name=one.path.name, damage=one.damage, lacking=one.lacking)
+
+
+def _describe_moved(one: SetAsideCheckpoint) -> MovedCheckpoint:
+    return MovedCheckpoint(names=(one.name, *one.siblings), path=one.path, damage=one.damage)
 
 
 def _first_names(folder: Path) -> str:

@@ -241,6 +241,37 @@ def test_a_torn_one_stays_away_when_the_older_one_fails_in_another_way(tmp_path:
     assert names(out) == ["checkpoint-10"]
 
 
+def wants(path: Path | str, error: str = "[Errno 2] No such file or directory") -> RankEnd:
+    return replace(BUG, exception="FileNotFoundError", message=f"{error}: '{path}'")
+
+
+@pytest.mark.parametrize("named", ["checkpoint-20", "checkpoint-20/state.json"])
+def test_a_program_that_asks_for_what_was_moved_away_has_a_pointer_elsewhere(tmp_path, out, named):
+    save(out, 10)
+    save(out, 20, '{"tor')
+    attempt = Attempt(tmp_path, 1, restarts=9)
+    attempt.fails()
+    attempt.fails()
+    last = [attempt.fails(wants(out / named)) for _ in range(3)][-1]
+    assert (last.action, last.known_failure.kind) == (Action.END, FailureKind.STORAGE)
+    (aside,) = attempt.told(EventKind.CHECKPOINT_SET_ASIDE)
+    assert last.reason.endswith(
+        f"; it asks for checkpoint-20, which orch has moved to {aside['path']}, because it is damaged: state.json is "
+        "not a complete JSON file. A file of the program names it: name checkpoint-10 there"
+    )
+    assert names(out) == ["checkpoint-10"]
+
+
+@pytest.mark.parametrize("end", [wants("/o/checkpoint-200"), wants("/o/checkpoint-20", "[Errno 28] No space left")])
+def test_other_errors_are_not_of_what_was_moved_away(tmp_path: Path, out: Path, end: RankEnd) -> None:
+    save(out, 10)
+    save(out, 20, '{"tor')
+    attempt = Attempt(tmp_path, 1, restarts=9)
+    attempt.fails()
+    attempt.fails()
+    assert "which orch has moved to" not in [attempt.fails(end) for _ in range(3)][-1].reason
+
+
 def test_a_first_checkpoint_that_is_torn_takes_nothing_with_it(tmp_path: Path, out: Path) -> None:
     attempt = Attempt(tmp_path, 1)
     attempt.fails(while_it_ran=lambda: save(out, 10, '{"tor'))

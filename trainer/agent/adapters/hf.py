@@ -52,9 +52,12 @@ def _add_callback(callback: Any, trainer: Any) -> None:
 def _choose_checkpoint(folder: str, given: Any) -> Any:
     """Return the `resume_from_checkpoint` to use instead of the given one, or None to keep that.
 
-    Trainer raises an error if it is asked to resume and its folder has no checkpoint, as at the first start.
+    A run continues from its own checkpoints. Those from before its first start are the program's choice, which may be
+    an older one, or none. Trainer raises an error if it is asked to resume and its folder has no checkpoint.
     """
     offered = os.environ.get("ORCH_RESUME_PATH", "")
+    if os.environ.get("ORCH_RESUME_EARLIER") and given is not True:
+        return None
     if offered and os.path.realpath(os.path.dirname(offered)) == os.path.realpath(folder):
         return offered
     if given is True and not (os.path.isdir(folder) and checkpoints(folder)):

@@ -78,6 +78,8 @@ class Fits:
         """
         if any(getattr(one, "_early_exit", False) for one in trainer.callbacks):  # a trial of Lightning's Tuner
             return ""
+        if os.environ.get("ORCH_RESUME_EARLIER"):  # the program decides about checkpoints from before the run
+            self._offered = ""
         places, folder = _find_places(trainer), os.path.realpath(os.path.dirname(self._offered))
         chosen = self._offered if any(place.covers(folder) for place in places) else ""
         if chosen:

@@ -19,6 +19,10 @@ _STEP = re.compile(r"(\d+)(?!.*\d)", re.ASCII)
 """Last number in a name."""
 _SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".tar", ".safetensors")
 _TEMPORARY = re.compile(r"(?<![a-z])(tmp|temp|partial|incomplete)(?![a-z])", re.IGNORECASE)
+_CHECKPOINT = re.compile(r"ckpt|checkpoint|snapshot", re.IGNORECASE)
+_PARAMETERS = (".weight", ".bias")
+"""Ends of the names of most modules' parameters."""
+_DEPTH, _MOST_VALUES = 3, 100
 _MOST_FILES = 64
 """Number of the newest files for which a program may choose another name."""
 
@@ -35,7 +39,7 @@ def install(module: Any, host: AdapterHost) -> None:
             result = save(obj, f, *args, **kwargs)
         finally:
             end()
-        report(f)
+        report(f, obj)
         return result
 
     begin = host.guard(lambda: host.leads and host.rank.enter("checkpoint"))
@@ -54,11 +58,16 @@ class WrittenFiles:
         self._newest: list[str] = []
         self._renaming: list[Any] = []  # functions of `os` that report
 
-    def note(self, target: Any) -> None:
-        """Report a finished file. A temporary one, or one in a temporary folder, is reported under its next name."""
+    def note(self, target: Any, content: Any) -> None:
+        """Report a finished file. A temporary one, or one in a temporary folder, is reported under its next name.
+
+        Data, such as predictions or rollouts, is no checkpoint, whatever its name.
+        """
         if not self._host.leads or not isinstance(target, (str, os.PathLike)):
             return
         path = os.path.abspath(os.fspath(target))
+        if not (_CHECKPOINT.search(path) or holds_state(content)):
+            return
         self._watch_names()
         self._newest = [*self._newest[1 - _MOST_FILES :], path]
         if not any(map(_TEMPORARY.search, path.split(os.sep)[-2:])):
@@ -94,6 +103,20 @@ class WrittenFiles:
         self._newest = [path for path in self._newest if path not in moved]
         for path in moved:
             self._report(new + path[len(old) :])
+
+
+def holds_state(value: Any, depth: int = _DEPTH) -> bool:
+    """Return whether an object contains a module, or the state of a module or an optimizer."""
+    if callable(getattr(type(value), "named_parameters", None)) or "_metadata" in getattr(value, "__dict__", {}):
+        return True
+    if isinstance(value, dict):
+        names = [name for name in list(value)[:_MOST_VALUES] if isinstance(name, str)]
+        if "param_groups" in value or any(name.endswith(_PARAMETERS) for name in names):
+            return True
+        value = list(value.values())
+    if not isinstance(value, (list, tuple)) or not depth:
+        return False
+    return any(holds_state(each, depth - 1) for each in value[:_MOST_VALUES])
 
 
 def _step(name: str) -> int:

@@ -131,16 +131,23 @@ class RunningAttempt:
     def enter(self, stage: AttemptStage) -> None:
         self.stage = stage
 
-    def start_ranks(self, master: tuple[str, int] | None, resume: str = "", states: tuple[str, ...] = ()) -> None:
+    def start_ranks(
+        self,
+        master: tuple[str, int] | None,
+        resume: str = "",
+        states: tuple[str, ...] = (),
+        *,
+        is_earlier: bool = False,
+    ) -> None:
         """Order every training node to start its ranks.
-        For a user's own command, `master` is the rendezvous address, `resume` the path of a checkpoint, and `states`
-        has the digests of each rank's parameters in it.
+        For a user's own command, `master` is the rendezvous address, `resume` the path of a checkpoint, `states` has
+        the digests of each rank's parameters in it, and `is_earlier` says that it is not of this run.
         """
         history = self.history
         start = StartGeneration(
             generation=self.generation.number, fit=history.new_nodes, suspects=tuple(history.suspects),
             skip=tuple(each.position for each in history.skipped), master=master,
-            resume=resume, states=states,
+            resume=resume, states=states, is_earlier=is_earlier,
         )  # fmt: skip
         self.roster.start_generation(start)
         history.new_nodes = False

@@ -236,7 +236,8 @@ class Coordinator:
             return in_job_policy.end(why, Failure(kind=FailureKind.STORAGE, reason=why))
         state.events.write(EventKind.GENERATION_STARTED, world=cluster.world_size, nodes=cluster.nodes)
         master = (self._host, free_port(self._host)) if state.config.command else None
-        state.start_ranks(master, self._command.resume, self._command.restores.states)
+        command = self._command
+        state.start_ranks(master, command.resume, command.restores.states, is_earlier=command.resumes_earlier)
         self._monitor.start_generation()
         state.stopping.extend_for_new_ranks(generation.started)
         if not state.send_stop():

@@ -151,7 +151,7 @@ class RankLauncher:
             return order
         folder, command = working_directory(self._run, config), with_interpreter(config, self._environ)
         at = self._node_place(spec, start.master)
-        environ = self._command_environment(spec, at, start.resume) | caches
+        environ = self._command_environment(spec, at, start) | caches
         if self._per_node:
             own = own_command(command)
             command = (*command[:own], *place_launcher(command[own:], at, {**self._environ, **environ}))
@@ -184,7 +184,7 @@ class RankLauncher:
         place = place_on_machine(self._identity, self._config, node_rank)
         return bind_ranks(place, os.sched_getaffinity(0), self._topology)
 
-    def _command_environment(self, spec: RankSpec, at: NodePlace, resume: str) -> dict[str, str]:
+    def _command_environment(self, spec: RankSpec, at: NodePlace, start: StartGeneration) -> dict[str, str]:
         config, inherited = self._config, self._environ
         ranks = {**spec.torchrun_variables(), "MASTER_ADDR": at.host, "MASTER_PORT": at.port}
         threads = max(1, config.cluster.cpus_per_task // config.cluster.ranks_per_node)
@@ -205,7 +205,8 @@ class RankLauncher:
             "ORCH_ATTEMPT": self._attempt.number,
             "ORCH_GENERATION": spec.generation,
             "ORCH_NODE_NAME": spec.node_name,
-            **({"ORCH_RESUME_PATH": resume} if resume else {}),
+            **({"ORCH_RESUME_PATH": start.resume} if start.resume else {}),
+            **({"ORCH_RESUME_EARLIER": 1} if start.is_earlier else {}),
             "PATH": interpreter_first(inherited.get("PATH", os.defpath), rank_python(inherited)),
         }
         return {**{name: str(value) for name, value in variables.items()}, **config.env}

@@ -78,6 +78,8 @@ class CommandRun:
         self.restores = RestoreWatch(run, attempt, config, events)
         self.resume = ""
         """Path of the newest complete checkpoint, from which the next generation should resume; "": unknown."""
+        self.resumes_earlier = False
+        """Whether that checkpoint existed before the run's first start."""
         self.unusable = ""
         """Why the program must not start: its newest checkpoint is damaged and cannot be replaced."""
         self._saves = RepeatedRead(lambda: read_saves([attempt]), attempt.outcomes)
@@ -156,14 +158,15 @@ class CommandRun:
 
     async def _choose(self, generation: int, wait: Wait) -> None:
         """Choose the newest complete checkpoint, and move newer damaged ones away."""
-        self.resume = self.unusable = ""
+        self.resume, self.unusable, self.resumes_earlier = "", "", False
         while (newest := self._checkpoints.began_from) is not None:
             older = self._checkpoints.older()
             found = await self._examine(newest, older, wait)
             if found.verdict is not Verdict.DAMAGED:
                 usable = newest if not newest.damage else older
                 # Which of the program's models it belongs to is unknown if their checkpoints are mixed.
-                self.resume = str(usable.path) if usable is not None and not self._memory.mixed else ""
+                if usable is not None and not self._memory.mixed:
+                    self.resume, self.resumes_earlier = str(usable.path), usable.earlier
                 if usable is newest:
                     await self._repair_pointers(newest, generation)
                 return

@@ -17,8 +17,8 @@ from trainer.protocol.run_dir import RunDir
 
 _POINTER_NAMES = re.compile(r"(?<![a-z])(latest|last|newest|current)", re.IGNORECASE)
 """Words in the names of files that name the newest checkpoint."""
-_COUNTS_CHECKPOINTS = re.compile(r"checkpoint|ckpt", re.IGNORECASE)
-"""Words in the names of files whose number is that of a checkpoint."""
+_TRACKER = "latest_checkpointed_iteration.txt"
+"""Megatron's file, whose number is a checkpoint's step. Those of others may be epochs, or anything else."""
 _LARGEST_POINTER = 4096
 
 
@@ -160,7 +160,7 @@ def _stale(
     named: int | None
     if target.isascii() and target.isdigit():
         named, new = int(target), str(int(find_digits(newest.path.name, newest.step)))
-        if not _COUNTS_CHECKPOINTS.search(path.name):  # it may be the program's own step
+        if path.name != _TRACKER:
             return None
     else:
         named, new = config.parse_step(name), f"{target.removesuffix(name)}{newest.path.name}"

@@ -274,6 +274,7 @@ class StartGeneration:
     master: tuple[str, int] | None = None  # rendezvous address of a user's own command
     resume: str = ""  # path of the command's newest complete checkpoint; empty: none or unknown
     states: tuple[str, ...] = ()  # digests of each rank's parameters in it; (): unknown
+    is_earlier: bool = False  # the checkpoint existed before the run's first start
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -73,6 +73,18 @@ def test_an_index_must_find_its_shards(write_folder: Callable[[str], Path]) -> N
     assert HF.damage(str(checkpoint)) == "model.safetensors.index.json is unreadable: JSONDecodeError"
 
 
+@pytest.mark.parametrize("given", [None, False, True, "out/checkpoint-2"])
+def test_until_a_run_has_saved_its_trainer_is_given_what_the_program_chose(
+    write_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, given: object
+) -> None:
+    folder = write_folder("hf")
+    offered = str(folder / "checkpoint-6")
+    monkeypatch.setenv("ORCH_RESUME_PATH", offered)
+    assert HF._choose_checkpoint(str(folder), given) == offered  # type: ignore[attr-defined]
+    monkeypatch.setenv("ORCH_RESUME_EARLIER", "1")
+    assert HF._choose_checkpoint(str(folder), given) == (offered if given is True else None)  # type: ignore[attr-defined]
+
+
 def test_marked_cut_or_mixed_states(write_folder: Callable[[str], Path]) -> None:
     folder = write_folder("hf")
     marked, cut, mixed = (folder / f"checkpoint-{step}" for step in (2, 4, 6))

@@ -70,6 +70,14 @@ def test_fits_that_save_in_one_place_are_reported() -> None:
 
 
 @pytest.mark.usefixtures("_here")
+def test_a_checkpoint_from_before_the_run_is_the_programs_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORCH_RESUME_EARLIER", "1")
+    fits = Fits(os.path.abspath("checkpoints/step=60.ckpt"))
+    assert fits.begin() == ""
+    assert fits.reports == [(False, False)]
+
+
+@pytest.mark.usefixtures("_here")
 def test_a_trial_of_the_tuner_is_no_fit_of_the_program() -> None:
     fits = Fits(os.path.abspath("checkpoints/step=60.ckpt"))
     assert fits.begin(tuner=True) == ""

@@ -272,15 +272,15 @@ def test_files_of_torch_save_are_listed_under_their_last_names(program: Instrume
     text = """
 import os, torch
 from pathlib import Path
-torch.save({}, "step_1.pt")
-torch.save({}, "step_2.pt.new")
+torch.save({"layer.weight": 0}, "step_1.pt")
+torch.save({"layer.weight": 0}, "step_2.pt.new")
 os.replace("step_2.pt.new", "step_2.pt")
-torch.save({}, "step_3.tmp")
+torch.save({"layer.weight": 0}, "step_3.tmp")
 Path("step_3.tmp").rename("step_3.pt")
 os.mkdir("tmp")
-torch.save({}, "tmp/model.pt")
+torch.save({"layer.weight": 0}, "tmp/model.pt")
 os.rename("tmp", "step_4")
-torch.save({}, open("step_5.pt", "wb"))
+torch.save({"layer.weight": 0}, open("step_5.pt", "wb"))
 os.rename("step_5.pt", "step_6.pt")
 """
     program.run_text(server, f"import os; os.chdir({str(program.folder)!r})\n{text}")
@@ -288,3 +288,21 @@ os.rename("step_5.pt", "step_6.pt")
     listed = [(row["step"], str(Path(row["path"]).relative_to(program.folder))) for row in rows]
     finals = [(1, "step_1.pt"), (2, "step_2.pt"), (3, "step_3.pt"), (-1, "step_4/model.pt")]
     assert listed == [finals[0], (2, "step_2.pt.new"), *finals[1:]]
+
+
+def test_data_that_is_written_with_torch_save_is_no_checkpoint(program: Instrumented, server: ForkServer) -> None:
+    text = """
+import torch
+layer = torch.nn.Linear(2, 1)
+torch.save({"observations": torch.zeros(2), "steps": [1, 2]}, "rollout_iter_1.pt")
+torch.save([torch.zeros(2)], "preds_epoch_2.pt")
+torch.save({"rewards": torch.zeros(2)}, "ckpt_3.pt")
+torch.save(layer, "model_4.pt")
+torch.save(layer.state_dict(), "model_5.pt")
+torch.save({"epoch": 1, "nets": [{name: value.clone() for name, value in layer.state_dict().items()}]}, "step_6.pt")
+torch.save({"a": {"b": torch.optim.SGD(layer.parameters(), 0.1).state_dict()}}, "step_7.pt")
+torch.save({"module.weight": torch.zeros(2)}, "step_8.pt")
+"""
+    program.run_text(server, f"import os; os.chdir({str(program.folder)!r})\n{text}")
+    rows = [json.loads(line) for line in (program.folder / "saves.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [3, 4, 5, 7, 8], "6 has no names of parameters"

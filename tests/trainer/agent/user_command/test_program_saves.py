@@ -113,6 +113,16 @@ def test_the_configured_adapter_replaces_the_guess(tmp_path: Path, out: Path, ad
     assert attempt.program.resume == str(out / f"checkpoint-{chosen}")
 
 
+def test_a_checkpoint_from_before_the_run_is_marked_until_the_run_has_saved(tmp_path: Path, out: Path) -> None:
+    trainer_checkpoint(out, 10)
+    attempt = Attempt(tmp_path, 1)
+    attempt.stops()
+    assert (attempt.program.resume, attempt.program.resumes_earlier) == (str(out / "checkpoint-10"), True)
+    report(attempt, 20, trainer_checkpoint(out, 20))
+    attempt.stops()
+    assert (attempt.program.resume, attempt.program.resumes_earlier) == (str(out / "checkpoint-20"), False)
+
+
 def test_a_checkpoint_is_not_offered_if_it_may_be_of_another_model(tmp_path: Path, out: Path) -> None:
     """A new attempt has forgotten nothing, even if the reports have been rotated away."""
     trainer_checkpoint(out, 10)

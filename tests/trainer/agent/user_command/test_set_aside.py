@@ -7,7 +7,7 @@ import pytest
 
 from tests.trainer.agent.user_command.test_checkpoints import CONFIG, WHOLE, write
 from trainer.agent.user_command.checkpoints import CommandCheckpoint, find
-from trainer.agent.user_command.set_aside import find_target, pointers_to, put_back, retarget, set_aside
+from trainer.agent.user_command.set_aside import find_target, pointers_to, put_back, retarget, set_aside, stale_pointers
 from trainer.protocol.command_progress import CommandCheckpointsConfig
 from trainer.protocol.run_dir import RunDir
 
@@ -104,6 +104,16 @@ OTHERS = {
     "best": "checkpoint-10",
     "last.ckpt": "x" * 5000,
 }
+
+
+def test_of_numbers_that_name_no_checkpoint_only_megatrons_is_changed_at_a_start(out: Path) -> None:
+    write(out, "checkpoint-10", WHOLE)
+    numbers = ("latest_checkpointed_iteration.txt", "last_ckpt_epoch.txt", "latest_checkpoint", "checkpoint_last.txt")
+    for name in numbers:
+        (out / name).write_text("6")
+    (out / "latest").write_text("checkpoint-12")
+    found = {Path(pointer.path).name: pointer.after for pointer in stale_pointers(newest(out), CONFIG)}
+    assert found == {"latest_checkpointed_iteration.txt": "10", "latest": "checkpoint-10"}, "others may be epochs"
 
 
 def test_files_that_name_it_name_the_older_one_and_nothing_else_changes(out: Path, run: RunDir) -> None:

@@ -1,5 +1,6 @@
-"""`orch data prepare`: convert documents to memory-mapped token shards."""
+"""`orch data`: convert documents to memory-mapped token shards, and mix them."""
 
+import math
 import shlex
 import time
 from pathlib import Path
@@ -57,3 +58,46 @@ def prepare(screen: Screen, paths: tuple[str, ...], out: Path, tokenizer: str, f
     text = f"{count(index.tokens)} tokens in {len(index.shards)} shards in {out}  ({span(seconds)})"
     train = f"train on them with  {shlex.quote(f'data.path={out}')} '~data.text'"
     screen.answer("data.prepare", answer, text, note=f"fingerprint {index.fingerprint}\n{train}")
+
+
+def _parse_weighted(text: str) -> tuple[Path, float]:
+    """Return a folder and its weight from `FOLDER=WEIGHT`. Raises ConfigError."""
+    folder, _, weight = text.rpartition("=")
+    try:
+        number = float(weight)
+    except ValueError:
+        number = math.nan
+    if not folder or not 0 < number < math.inf:
+        raise ConfigError(
+            f"{text}: must be a token folder and its weight above 0", where="command line: FOLDER=WEIGHT",
+            hint="orch data mix /data/web=0.7 /data/code=0.3 --out /data/mixed",
+        )  # fmt: skip
+    return Path(folder).expanduser(), number
+
+
+@data.command("mix")
+@click.argument("folders", nargs=-1, required=True, metavar="FOLDER=WEIGHT...")
+@click.option("--out", required=True, type=NonEmptyPath(path_type=Path), help="Folder for the mixture; may be new.")
+@click.pass_obj
+def mix(screen: Screen, folders: tuple[str, ...], out: Path) -> None:
+    """Mix token folders by weight, for `data.path`; the mixture refers to them.
+
+    Weights are shares of the sequences, relative to each other. Each folder has epochs of its own: one with a large
+    weight is read again before the others are read once.
+    """
+    from orchestrator.tokenization.shard_writer import mix_folders
+    from trainer.protocol.token_shards import TokensError
+
+    try:
+        weights = dict(map(_parse_weighted, folders))
+        index = mix_folders(weights, out)
+    except TokensError as error:
+        raise ConfigError(str(error), where="command line: FOLDER=WEIGHT", hint="orch data mix -h") from error
+    total = sum(weights.values())
+    shares = ", ".join(f"{folder} {weight / total:.1%}" for folder, weight in weights.items())
+    answer = {
+        "path": str(out), "tokens": index.tokens, "fingerprint": index.fingerprint,
+        "folders": [{"path": part.path, "share": part.weight / total} for part in index.parts],
+    }  # fmt: skip
+    train = f"train on them with  {shlex.quote(f'data.path={out}')} '~data.text'"
+    screen.answer("data.mix", answer, f"{shares} in {out}", note=f"fingerprint {index.fingerprint}\n{train}")

@@ -6,7 +6,7 @@ import secrets
 import shutil
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,6 +19,7 @@ from trainer.protocol.token_shards import (
     INDEX_NAME,
     MASK_BITS,
     SCHEMA,
+    MixedFolder,
     TokenIndex,
     TokensError,
     TokenShard,
@@ -56,6 +57,36 @@ def prepare_under(
         index = _write(sources, temporary, progress, tokenizer or ByteTokenizer(), field)
         out = folder / index.fingerprint[:16]
         return out, _place(index, temporary, out)
+
+
+def mix_folders(weights: Mapping[Path, float], out: Path) -> TokenIndex:
+    """Write a mixture of token folders, which refers to them. Keep `out` if it already is the same mixture.
+
+    `weights` are the folders' shares of the sequences, relative to each other. Raises TokensError and OSError.
+    """
+    folders = {folder.resolve(): TokenIndex.read(folder) for folder in weights}
+    if len(names := {index.tokenizer for index in folders.values()}) > 1:
+        told = ", ".join(sorted(name or "bytes" for name in names))
+        raise TokensError(f"the folders have different tokenizers: {told}")
+    if nested := [str(folder) for folder, index in folders.items() if index.parts]:
+        raise TokensError(f"{nested[0]} is a mixture itself: name its folders")
+    parts = tuple(
+        MixedFolder(path=str(folder), weight=weight, fingerprint=index.fingerprint)
+        for (folder, index), weight in zip(folders.items(), weights.values(), strict=True)
+    )
+    content = [[part.fingerprint, part.weight] for part in parts]
+    index = TokenIndex(
+        dtype="", tokens=sum(one.tokens for one in folders.values()), shards=(), parts=parts,
+        vocab_size=max(one.vocab_size for one in folders.values()),
+        fingerprint=hashlib.blake2b(canonical([SCHEMA, "mixture", content]), digest_size=32).hexdigest(),
+        sources=sum(one.sources for one in folders.values()), skipped=sum(one.skipped for one in folders.values()),
+        is_masked=any(one.is_masked for one in folders.values()), tokenizer=names.pop(),
+    )  # fmt: skip
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with _temporary_folder(out.parent) as temporary:
+        temporary.mkdir(mode=0o755)
+        index.write(temporary)
+        return _place(index, temporary, out)
 
 
 @contextmanager

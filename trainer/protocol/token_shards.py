@@ -35,8 +35,17 @@ class TokenShard:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MixedFolder:
+    """Folder of shards in a mixture. `weight` is its share of the sequences, relative to the other folders."""
+
+    path: str
+    weight: float
+    fingerprint: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class TokenIndex:
-    """Index of a shard folder. `fingerprint` identifies the tokens and their order."""
+    """Index of a shard folder, or of a mixture of them. `fingerprint` identifies the tokens and their order."""
 
     dtype: str
     tokens: int
@@ -49,6 +58,8 @@ class TokenIndex:
     """Whether the highest bit of a number says that its token is not trained."""
     tokenizer: str = ""
     """Folder or name of the tokenizer; empty: bytes."""
+    parts: tuple[MixedFolder, ...] = ()
+    """Folders of a mixture, which has no shards of its own."""
 
     @property
     def itemsize(self) -> int:
@@ -68,11 +79,17 @@ class TokenIndex:
         index = _parse(fields, path)
         for shard in index.shards:
             _check_size(folder / shard.name, shard.tokens, index.itemsize)
+        for part in index.parts:
+            if cls.read(Path(part.path)).fingerprint != part.fingerprint:
+                raise TokensError(f"{part.path} has other tokens than when {folder} was mixed: mix it again")
         return index
 
     def changed_shards(self, folder: Path, reader: int = 0, readers: int = 1) -> list[str]:
         """Return the names of this reader's share of shards whose digest has changed. Raises OSError."""
         changed = []
+        for part in self.parts:
+            names = TokenIndex.read(Path(part.path)).changed_shards(Path(part.path), reader, readers)
+            changed += [f"{part.path}/{name}" for name in names]
         for shard in self.shards[reader::readers]:
             with (folder / shard.name).open("rb") as stream:
                 found = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
@@ -86,6 +103,11 @@ class TokenIndex:
         The index is written last, and programs cannot set back an inode's change time (ctime). Shards with the same
         ctime as the index are checked too, because ctime advances in ticks of the kernel's clock.
         """
+        if self.parts:
+            changed = [
+                (one.path, TokenIndex.read(Path(one.path)).shards_changed_lately(Path(one.path))) for one in self.parts
+            ]
+            return [f"{path}/{name}" for path, names in changed for name in names]
         written = (folder / INDEX_NAME).stat().st_ctime_ns
         later, left = [], _CHECKED_BYTES
         for shard in self.shards:
@@ -103,7 +125,7 @@ def _parse(fields: Any, path: Path) -> TokenIndex:
         raise TokensError(f"{path} is not an index of tokens ({SCHEMA})")
     try:
         index = build(TokenIndex, fields)
-        if index.dtype not in ARRAY_TYPES:
+        if index.dtype not in ARRAY_TYPES and not index.parts:
             raise ValueError(f"dtype={index.dtype}: must be one of {', '.join(ARRAY_TYPES)}")
         return index
     except (ValueError, TypeError) as error:

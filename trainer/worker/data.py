@@ -1,7 +1,10 @@
 """Batches from token shards in an order that depends only on the seed, and detection of random draws by DataLoaders."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -184,10 +187,41 @@ class MaskedTokens(NamedTuple):
     """Number of trained targets in a micro-batch, as the mean over all micro-batches of the step on all ranks."""
 
 
+_BLOCK = 1024
+"""Positions of the global order in which each part of a mixture has its share, to a position or two."""
+
+
+class Mixture:
+    """Assignment of positions in the global order to parts, by weight. Any position is found without the others."""
+
+    def __init__(self, weights: Sequence[float], seed: int) -> None:
+        bounds = list(accumulate(Fraction(str(weight)) for weight in weights))
+        self._bounds, self._seed = [bound / bounds[-1] for bound in bounds], seed
+
+    def place(self, position: int) -> tuple[int, int]:
+        """Return the part at a position, and how many earlier positions the part has."""
+        if len(self._bounds) == 1:
+            return 0, position
+        block, offset = divmod(position, _BLOCK)
+        before, after = self._ends(block), self._ends(block + 1)
+        slot, first = Permutation(_BLOCK, mix(self._seed) ^ block)[offset], 0
+        for part in range(len(self._bounds)):
+            start = before[part] - (before[part - 1] if part else 0)
+            count = after[part] - (after[part - 1] if part else 0) - start
+            if slot < first + count:
+                return part, start + slot - first
+            first += count
+        raise AssertionError(f"slot {slot} of {first}")
+
+    def _ends(self, block: int) -> list[int]:
+        """Return how many positions of the first blocks the parts up to each one have."""
+        return [int(bound * _BLOCK * block + Fraction(1, 2)) for bound in self._bounds]
+
+
 class TokenData:
     """Sequences of `seq_len` + 1 tokens. Step s takes indices (s-1) x batch .. s x batch of the global order.
 
-    Shards that are trained in part give MaskedTokens.
+    Shards that are trained in part give MaskedTokens. Each part of a mixture has an order and epochs of its own.
     """
 
     def __init__(
@@ -195,7 +229,9 @@ class TokenData:
         shuffle: bool, dp_rank: int, dp_size: int, device: torch.device, held_out: int = 0,
     ) -> None:  # fmt: skip
         """Open the data. Its last `held_out` batches are used only for validation. Raises ValueError."""
-        self._stream = TokenStream(folder)
+        self._folder, self._index = folder, TokenIndex.read(folder)
+        self._streams = [TokenStream(Path(part.path)) for part in self._index.parts] or [TokenStream(folder)]
+        self._mixture = Mixture([part.weight for part in self._index.parts] or [1.0], train.seed)
         for problem in batch_problems(train, dp_size):
             raise ValueError(problem)
         self._seq_len, self._batch_size = train.seq_len, train.batch_size
@@ -203,52 +239,67 @@ class TokenData:
         self._seed, self._shuffle = train.seed, shuffle
         self._dp_rank, self._dp_size, self._device = dp_rank, dp_size, device
         self._held_out = held_out
-        self.sequences = (len(self._stream) - 1) // train.seq_len - held_out * train.batch_size
+        self._held_parts = [self._mixture.place(position)[0] for position in range(held_out * train.batch_size)]
+        held = Counter(self._held_parts)
+        self._sequences = [(len(stream) - 1) // train.seq_len - held[part] for part, stream in enumerate(self._streams)]
+        self.sequences = sum(self._sequences)
         """Number of training sequences."""
         self.consumed = 0
-        self.fingerprint = self._stream.index.fingerprint
+        self.fingerprint = self._index.fingerprint
         self.tokens_per_step = train.batch_size * train.seq_len
-        if self.sequences < 1:
-            rest = f" and the {held_out} held-out batches (validation.batches)" if held_out else ""
-            raise ValueError(
-                f"{folder} holds {len(self._stream)} tokens, too few for one sequence of {self._seq_len} + 1{rest}"
-            )
+        for stream, count in zip(self._streams, self._sequences, strict=True):
+            if count < 1:
+                rest = f" and the {held_out} held-out batches (validation.batches)" if held_out else ""
+                raise ValueError(
+                    f"{stream.folder} holds {len(stream)} tokens, too few for one sequence of {self._seq_len} + 1{rest}"
+                )
 
     def changed_shards(self, reader: int = 0, readers: int = 1) -> list[str]:
         """Return the files in this reader's share whose bytes differ from the index. Raises OSError."""
-        return self._stream.index.changed_shards(self._stream.folder, reader, readers)
+        return self._index.changed_shards(self._folder, reader, readers)
 
-    def number(self, position: int) -> int:
-        """Return the sequence number at `position` in the endless global order, with one permutation per epoch."""
-        epoch, place = divmod(position, self.sequences)
-        return Permutation(self.sequences, mix(self._seed) ^ epoch)[place] if self._shuffle else place
+    def sequence(self, position: int) -> tuple[int, int]:
+        """Return the part and the sequence's number in it at `position` in the endless global order.
+
+        Each part has one permutation per epoch.
+        """
+        part, index = self._mixture.place(position)
+        epoch, place = divmod(index, self._sequences[part])
+        if not self._shuffle:
+            return part, place
+        seed = mix(mix(self._seed) ^ part) if part else mix(self._seed)
+        return part, Permutation(self._sequences[part], seed ^ epoch)[place]
 
     def seek(self, consumed: int) -> None:
         self.consumed = consumed
 
     def take(self) -> Sequence[Any]:
         """Return micro-batches of shape [micro, seq_len + 1], int64, or MaskedTokens."""
-        numbers = [self.number(self.consumed + place) for place in self._places()]
+        sequences = [self.sequence(self.consumed + place) for place in self._places()]
         self.consumed += self._batch_size
-        return self._micro_batches(numbers)
+        return self._micro_batches(sequences)
 
     def held_out(self) -> Iterator[Sequence[Any]]:
         """Yield this rank's micro-batches from each held-out batch, always in the same order."""
+        numbers = list(self._sequences)
+        sequences = []
+        for part in self._held_parts:
+            sequences.append((part, numbers[part]))
+            numbers[part] += 1
         for batch in range(self._held_out):
-            first = self.sequences + batch * self._batch_size
-            yield self._micro_batches([first + place for place in self._places()])
+            yield self._micro_batches([sequences[batch * self._batch_size + place] for place in self._places()])
 
     def _places(self) -> range:
         """Return this rank's places in a batch, or all if the number of trained tokens must be known."""
-        return range(self._batch_size) if self._stream.index.is_masked else self._own_places()
+        return range(self._batch_size) if self._index.is_masked else self._own_places()
 
     def _own_places(self) -> range:
         share = self._batch_size // self._dp_size
         return range(self._dp_rank * share, (self._dp_rank + 1) * share)
 
-    def _micro_batches(self, numbers: Sequence[int]) -> list[Any]:
-        rows = torch.stack([self._row(number) for number in numbers])
-        if not self._stream.index.is_masked:
+    def _micro_batches(self, sequences: Sequence[tuple[int, int]]) -> list[Any]:
+        rows = torch.stack([self.row(*sequence) for sequence in sequences])
+        if not self._index.is_masked:
             return list(rows.to(self._device, non_blocking=True).split(self._micro))
         trained = (rows[:, 1:] >= 0).sum() * self._micro / self._batch_size
         own = rows[self._own_places().start : self._own_places().stop].to(self._device, non_blocking=True)
@@ -257,8 +308,9 @@ class TokenData:
         parts = zip(inputs.split(self._micro), targets.split(self._micro), strict=True)
         return [MaskedTokens(*pair, count) for pair in parts]
 
-    def _row(self, number: int) -> torch.Tensor:
-        return self._stream.slice(number * self._seq_len, self._seq_len + 1)
+    def row(self, part: int, number: int) -> torch.Tensor:
+        """Return the tokens of a sequence [seq_len + 1]; `~token` if it is not trained."""
+        return self._streams[part].slice(number * self._seq_len, self._seq_len + 1)
 
 
 _MOST_DRAWS = 4

@@ -139,6 +139,23 @@ def test_only_the_completion_of_a_prompt_is_trained(tmp_path):
     assert plain.fingerprint != index.fingerprint
 
 
+def test_a_mixture_refers_to_its_folders(text, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(name * 100)
+        shard_writer.prepare([tmp_path / f"{name}.txt"], tmp_path / name)
+    out = tmp_path / "mixed"
+    index = shard_writer.mix_folders({tmp_path / "a": 3, tmp_path / "b": 1}, out)
+    assert TokenIndex.read(out) == index
+    assert (index.tokens, index.sources, [part.weight for part in index.parts]) == (202, 2, [3, 1])
+    assert shard_writer.mix_folders({tmp_path / "a": 3, tmp_path / "b": 1}, out) == index
+    with pytest.raises(TokensError, match="exists and contains something else"):
+        shard_writer.mix_folders({tmp_path / "a": 1, tmp_path / "b": 1}, out)
+    with pytest.raises(TokensError, match="is a mixture itself: name its folders"):
+        shard_writer.mix_folders({out: 1}, tmp_path / "other")
+    (tmp_path / "a" / "shard-00000.bin").write_bytes(b"x" * 202)
+    assert index.changed_shards(out) == [f"{tmp_path}/a/shard-00000.bin"]
+
+
 @pytest.mark.parametrize(
     ("rows", "told"),
     [

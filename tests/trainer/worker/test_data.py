@@ -1,6 +1,8 @@
 """The global order of sequences is a permutation that does not depend on the number of ranks."""
 
 import json
+import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from orchestrator.tokenization import shard_writer
 from orchestrator.tokenization.tokenizers import SEPARATOR
 from tests.trainer.worker.my_workload import Epochs, Points
 from trainer.protocol.config_sections.recipe_config import TrainConfig
+from trainer.protocol.token_shards import TokensError
 from trainer.worker.data import NOT_TRAINED, Permutation, Positions, TokenData, TokenStream
 
 
@@ -74,6 +77,59 @@ def test_the_loss_weights_each_trained_token_alike_on_any_number_of_ranks(masked
     assert torch.stack(shares).mean().item() == pytest.approx(1.0)
 
 
+@pytest.fixture
+def mixed_tokens(tmp_path: Path) -> Path:
+    """Three folders with different bytes, sizes and weights."""
+    weights = {}
+    for letter, size, weight in (("a", 40_000, 0.7), ("b", 3_000, 0.28), ("c", 9_000, 0.02)):
+        (tmp_path / f"{letter}.txt").write_text(letter * size)
+        shard_writer.prepare([tmp_path / f"{letter}.txt"], tmp_path / letter)
+        weights[tmp_path / letter] = weight
+    shard_writer.mix_folders(weights, tmp_path / "mixed")
+    return tmp_path / "mixed"
+
+
+def test_a_mixture_has_its_shares_and_reads_every_sequence_of_an_epoch_once(mixed_tokens):
+    data = reader(mixed_tokens)
+    found = [data.sequence(position) for position in range(10 * 1024)]
+    counts = Counter(part for part, _ in found)
+    assert [counts[part] / 10_240 for part in range(3)] == pytest.approx([0.7, 0.28, 0.02], abs=0.0005)
+    for part, total in enumerate((2500, 187, 562)):  # sequences of 16 tokens
+        times = Counter(number for which, number in found if which == part)
+        assert set(times) <= set(range(total))
+        assert max(times.values()) - min(times[number] for number in range(total)) <= 1
+    rows = [data.row(*sequence) for sequence in found[:200]]
+    assert all(set(row.tolist()) <= {ord("abc"[part]), 256} for row, (part, _) in zip(rows, found, strict=False))
+
+
+def test_a_mixture_does_not_depend_on_the_number_of_ranks_and_goes_on(mixed_tokens):
+    one, ranks = reader(mixed_tokens), [reader(mixed_tokens, rank, 4) for rank in range(4)]
+    for rank in ranks:
+        rank.seek(8 * 500)
+    one.seek(8 * 500)
+    for _ in range(3):
+        assert torch.equal(torch.cat([torch.cat(rank.take()) for rank in ranks]), torch.cat(one.take()))
+
+
+def test_what_a_mixture_holds_out_is_not_trained(mixed_tokens):
+    data = reader(mixed_tokens, held_out=3)
+    held = [tuple(row.tolist()) for batch in data.held_out() for part in batch for row in part]
+    assert len(held) == 3 * 8
+    trained = {data.sequence(position) for position in range(5000)}
+    assert data.sequences == reader(mixed_tokens).sequences - 3 * 8
+    rows = {tuple(data.row(*sequence).tolist()) for sequence in trained}
+    assert max(number for part, number in trained if part == 0) < 2500 - sum(ord("a") in row for row in held)
+    assert len(rows) >= 3
+
+
+def test_a_mixture_whose_folder_was_prepared_again_is_refused(mixed_tokens):
+    shutil.rmtree(mixed_tokens.parent / "b")
+    (mixed_tokens.parent / "b.txt").write_text("other" * 900)
+    shard_writer.prepare([mixed_tokens.parent / "b.txt"], mixed_tokens.parent / "b")
+    with pytest.raises(TokensError, match="b has other tokens than when .*mixed was mixed: mix it again"):
+        reader(mixed_tokens)
+
+
 def test_seek_goes_on_where_another_reader_stood(text_tokens):
     first = reader(text_tokens)
     for _ in range(5):
@@ -126,8 +182,8 @@ def test_positions_go_on_after_a_restart(early):
 
 def test_every_epoch_sees_every_sequence_once_in_another_order(text_tokens):
     data = reader(text_tokens)
-    first = [data.number(position) for position in range(data.sequences)]
-    second = [data.number(data.sequences + position) for position in range(data.sequences)]
+    first = [data.sequence(position)[1] for position in range(data.sequences)]
+    second = [data.sequence(data.sequences + position)[1] for position in range(data.sequences)]
     assert sorted(first) == sorted(second) == list(range(data.sequences))
     assert first != second
 
@@ -173,7 +229,7 @@ def test_what_is_held_out_is_the_end_of_the_data_and_is_not_trained_on(text_toke
     whole = reader(text_tokens)
     ranks = [reader(text_tokens, rank, dp_size, held_out=2) for rank in range(dp_size)]
     assert ranks[0].sequences == whole.sequences - 2 * 8
-    assert {ranks[0].number(position) for position in range(ranks[0].sequences)} == set(range(ranks[0].sequences))
+    assert {ranks[0].sequence(position)[1] for position in range(ranks[0].sequences)} == set(range(ranks[0].sequences))
     batches = zip(*(rank.held_out() for rank in ranks), strict=True)
     found = torch.cat([torch.cat([part for share in batch for part in share]) for batch in batches])
     rows = [TokenStream(text_tokens).slice(number * 16, 17) for number in range(ranks[0].sequences, whole.sequences)]

@@ -1,6 +1,9 @@
 """Restore tests of an unchanged program: its own command starts from a checkpoint, and keeps nothing that it writes."""
 
 import os
+import subprocess
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -10,13 +13,19 @@ from tests.end_to_end.user import User
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(600)]
 
 # Loads the newest checkpoint that its own pointer names, saves every five steps into a folder that rank 0 makes, and
-# appends to a file of its own.
+# appends to a file of its own. At its start it stops an instance that a pid file names, and deletes that one's cache.
 TRAIN = """
-import pathlib, torch, torch.distributed as dist
+import os, pathlib, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 rank, folder, kind = dist.get_rank(), pathlib.Path("out"), pathlib.Path("kind").read_text()
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 4)
+if kind != "trains":
+    pathlib.Path("/dev/shm", pathlib.Path("cache").read_text()).unlink(missing_ok=True)
+    try:
+        os.kill(int(pathlib.Path("pid").read_text()), 9)
+    except ProcessLookupError:
+        pass
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 first, pointer = 0, folder / "latest"
 if pointer.exists():
@@ -66,6 +75,10 @@ def test_a_run_restores_with_its_own_command(tmp_path: Path, launcher: str, kind
     user = User(tmp_path, "local")
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "kind").write_text("trains")
+    live = subprocess.Popen(["sleep", "600"])
+    (tmp_path / "pid").write_text(str(live.pid))
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", delete=False) as cache:  # noqa: S108
+        (tmp_path / "cache").write_text(os.path.basename(cache.name))
     settings = ["cluster.nodes=1", "cluster.ranks_per_node=2", "checkpoints.path=out", "checkpoints.pattern=step-*"]
     try:
         run = user.submit("torchrun-script", f"command=[{launcher}, train.py]", *settings)["run"]
@@ -80,9 +93,24 @@ def test_a_run_restores_with_its_own_command(tmp_path: Path, launcher: str, kind
             assert done.returncode == code, done.stdout + done.stderr
             assert reason in " ".join(done.stdout.split()), done.stdout
             assert _content(tmp_path) == before
+            assert live.poll() is None, "the command has killed a process outside the test"
+            assert os.path.exists(cache.name)
+            user.until(lambda: not _find_holders(tmp_path), 10, "the end of all processes of the test")
             assert user.run("show", f"{run}-test-{number}").returncode == 0
     finally:
         user.leave()
+        live.kill()
+        live.wait()
+        Path(cache.name).unlink(missing_ok=True)
+
+
+def _find_holders(folder: Path) -> list[bytes]:
+    """Return the command lines of the processes that hold views of this working folder."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            found.append(Path("/proc", name, "cmdline").read_bytes())
+    return [one for one in found if b"trial_view.py" in one and os.fsencode(folder) in one]
 
 
 def _content(folder: Path) -> dict[str, bytes]:

@@ -190,6 +190,20 @@ def descendants(pids: Collection[int]) -> dict[int, list[int]]:
     return found
 
 
+def find_descendant(number: int, ancestor: int) -> int | None:
+    """Return the process that has this PID in its own PID namespace, if `ancestor` is it or has started it."""
+    for pid in (number, *descendants([ancestor])[ancestor]):
+        if _innermost_pid(pid) == number and (pid == ancestor or is_descendant(pid, ancestor)):
+            return pid
+    return None
+
+
+def _innermost_pid(pid: int) -> int:
+    """Return a process's PID in its own namespace, as it knows it, or 0 if it has ended."""
+    rows = [line.split() for line in _text(_PROC / str(pid) / "status").splitlines() if line.startswith("NSpid:")]
+    return int(rows[0][-1]) if rows else 0
+
+
 def _stat(path: Path) -> list[str]:
     """Return a stat file's fields, starting with the state. The name before it may contain spaces and parentheses."""
     return path.read_text(errors="replace").rpartition(")")[2].split()

@@ -14,7 +14,7 @@ from trainer.agent.flight.recorder import FlightSockets
 from trainer.agent.fork_server.instrumentation import RankFiles
 from trainer.agent.fork_server.link import ForkServerLink
 from trainer.agent.processes.background_tasks import start_detached
-from trainer.agent.processes.proc import OomKills, is_descendant, kill_children, kill_group
+from trainer.agent.processes.proc import OomKills, find_descendant, is_descendant, kill_children, kill_group
 from trainer.protocol.config_sections.fault_detection_config import KINDS
 from trainer.protocol.config_sections.recipe_config import ClusterShape
 from trainer.protocol.failures.rank_end import RankEnd
@@ -49,6 +49,7 @@ class LocalRank:
     handle: int | None = None  # pidfd
     program: int | None = None  # process of a launcher that trains as this rank
     program_handle: int | None = None  # pidfd
+    reporter: tuple[int, int | None] = (0, None)  # PID in the cell, and this process as the agent sees it
     left: float = 0.0  # time at which `program` was found dead; 0: it lives
     ended: bool = False
     gone: bool = False
@@ -77,6 +78,18 @@ class LocalRank:
         if isinstance(message, RankEnd):
             self.reported_end = message
         return message
+
+    def find_reporter(self) -> int | None:
+        """Return the process that writes the cell, if the rank's own process is it or has started it.
+
+        The process may be in a PID namespace of its own, such as a container's, and then reports another number.
+        """
+        record = self.cell.program()
+        if record is None or self.pid is None:
+            return None
+        if record.pid != self.reporter[0]:
+            self.reporter = record.pid, find_descendant(record.pid, self.pid)
+        return self.reporter[1]
 
     def follow(self, pid: int) -> None:
         """Watch a process that a launcher has started as this rank, unless it is not a child of the launcher."""
@@ -167,9 +180,8 @@ class LocalRanks:
         for local in self.by_rank.values():
             if not self.per_node or local.ended:  # the end of a launcher ends its ranks, in any order
                 continue
-            record = local.cell.program()
-            if record is not None and local.pid is not None and record.pid not in (local.pid, local.program):
-                local.follow(record.pid)
+            if (pid := local.find_reporter()) is not None and pid not in (local.pid, local.program):
+                local.follow(pid)
             if local.program_handle is not None and not local.left and _is_dead(local.program_handle):
                 local.left = time.monotonic()
         return not before and any(local.left for local in self.by_rank.values())

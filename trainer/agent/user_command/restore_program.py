@@ -26,10 +26,11 @@ if __name__ == "__main__":  # started by its path, so orch's packages are not im
     sys.path[:] = [str(Path(__file__).resolve().parents[3]), *sys.path[1:]]
 
 from trainer.agent.user_command import trial
-from trainer.agent.user_command.private_view import ViewError
+from trainer.agent.user_command.private_view import NAMESPACES, ViewError
 from trainer.agent.user_command.restored_states import RestoredRanks, compare_losses, read_restored
 from trainer.agent.user_command.sealing import Verdict, verify_seal
-from trainer.agent.user_command.trial import Trial, enter_namespaces, first_rank, read_trial
+from trainer.agent.user_command.trial import Trial, read_trial
+from trainer.agent.user_command.trial_view import enter_view, first_rank
 from trainer.protocol.checkpoint_seal import list_files
 from trainer.protocol.events import EventKind, EventLog
 from trainer.protocol.failures.outcome import ExitCode
@@ -101,13 +102,11 @@ def run_test(arguments: list[str], scratch: Path) -> int:
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(find_fault, checkpoint, order if rank == 0 else None)
         if trains:
-            made, code = run_trial(
-                [sys.executable, trial.__file__, str(scratch), os.getcwd(), *arguments[1:]], attempt, rank
-            )
+            made, code = run_trial(arguments[1:], attempt, rank, scratch)
             shielded = not made.refused
         else:
             shielded = can_shield(checkpoint)
-            prefix = ["unshare", "-rm", "sh", "-c", _READ_ONLY, str(checkpoint)] if shielded else []
+            prefix = [*_MOUNTS, "sh", "-c", _READ_ONLY, str(checkpoint)] if shielded else []
             code = run_program([*prefix, *arguments], inherit_files() if shielded else ())
         fault = reading.result()
     if code < 0:  # it was killed; the agent knows why
@@ -145,12 +144,13 @@ def _give_up(attempt: AttemptDir, rank: int, why: str) -> int:
     return ExitCode.RETRY
 
 
-def run_trial(words: list[str], attempt: AttemptDir, rank: int) -> tuple[Trial, int]:
-    """Run the own command in the node's namespaces, and return its result and exit code."""
-    if not can_unshare():
-        return Trial(refused="no namespaces of its own (unshare -rm)"), 1
+def run_trial(command: list[str], attempt: AttemptDir, rank: int, scratch: Path) -> tuple[Trial, int]:
+    """Run the own command in the node's view, and return its result and exit code."""
+    if not can_unshare(NAMESPACES):
+        return Trial(refused=f"no namespaces of its own ({' '.join(NAMESPACES)})"), 1
     try:
-        code = run_program([*enter_namespaces(attempt), *words], inherit_files())
+        words = [*enter_view(attempt, scratch), sys.executable, trial.__file__, os.getcwd(), *command]
+        code = run_program(words, inherit_files())
         return (read_trial(attempt, rank) if code >= 0 else Trial()), code
     except ViewError as error:
         return Trial(refused=str(error)), 1
@@ -248,16 +248,20 @@ def judge_trial(made: Trial, code: int, order: RestoreTestOrder, report: Report)
     return Outcome.RESTORED, f"{compared}the command{where} trained {steps}{ended}{report.losses}"
 
 
-def can_unshare() -> bool:
-    """Return whether this process may have user and mount namespaces of its own."""
+_MOUNTS = ("unshare", "-rm")
+"""Words that start a process in user and mount namespaces of its own."""
+
+
+def can_unshare(namespaces: Sequence[str] = _MOUNTS) -> bool:
+    """Return whether this process may have these namespaces of its own."""
     if shutil.which("unshare") is None:
         return False
-    return subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode == 0
+    return subprocess.run([*namespaces, "true"], capture_output=True, check=False).returncode == 0
 
 
 def can_shield(checkpoint: Path) -> bool:
     """Return whether a private namespace can make the checkpoint read-only here."""
-    words = ["unshare", "-rm", "sh", "-c", _READ_ONLY, str(checkpoint), "true"]
+    words = [*_MOUNTS, "sh", "-c", _READ_ONLY, str(checkpoint), "true"]
     return can_unshare() and subprocess.run(words, capture_output=True, check=False).returncode == 0
 
 

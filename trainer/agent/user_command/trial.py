@@ -1,18 +1,13 @@
 """Starts a run's own command from one of its checkpoints, and stops it after some steps. It keeps nothing it writes.
 
-    python trial.py SCRATCH FOLDER COMMAND [ARGUMENT ...]   started by `restore_program.py`, once per rank or launcher,
-                                                            in the namespaces of its node. SCRATCH is a folder of this
-                                                            node, FOLDER the working folder.
+    python trial.py FOLDER COMMAND [ARGUMENT ...]   started by `restore_program.py`, once per rank or launcher, in the
+                                                    view of its node (`trial_view.py`). FOLDER is the working folder.
 
-The command sees no newer checkpoint than the one under test, and only temporary folders can be changed. The first
-process of a node makes this view, and the others join it. Every process waits until all ranks have trained, so that
-none loses its peers before.
+Every process waits until all ranks have trained, so that none loses its peers before.
 """
 
-import errno
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,21 +21,15 @@ if __name__ == "__main__":  # started by its path, so orch's packages are not im
 
 from checkpointing.storage.durable import read_json, write_durably
 from trainer.agent.processes.proc import become_subreaper, descendants
-from trainer.agent.user_command.checkpoints import find, find_other_rank, group
-from trainer.agent.user_command.private_view import ViewError, make_private
-from trainer.agent.user_command.program_saves import locate, read_saves
-from trainer.agent.user_command.set_aside import retarget, stale_pointers
-from trainer.protocol.command_progress import AUTO, CommandCheckpointsConfig
-from trainer.protocol.config import load
+from trainer.agent.user_command.trial_view import first_rank, is_first_of_node
 from trainer.protocol.plain_data import build
 from trainer.protocol.rank_progress.progress import ProgressCell
-from trainer.protocol.restore_test import CHECKPOINT_VARIABLE, RestoreTestOrder, read_order
+from trainer.protocol.restore_test import read_order
 from trainer.protocol.run_dir import AttemptDir, RunDir
 
 PAUSE = 0.2
 """Seconds between two readings of the ranks' steps."""
-_MOST_NEWER = 1000
-_VIEW_SECONDS, _OTHERS_SECONDS = 120.0, 60.0
+_OTHERS_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,49 +52,11 @@ def read_trial(attempt: AttemptDir, rank: int) -> Trial:
     return build(Trial, read_json(trial_file(attempt, rank)))
 
 
-def first_rank() -> int:
-    """Return the rank that this process starts, or the first one of its launcher."""
-    environ = os.environ
-    return int(environ.get("RANK") or int(environ.get("NODE_RANK", "0")) * int(environ.get("NPROC_PER_NODE", "1")))
-
-
-def enter_namespaces(attempt: AttemptDir) -> list[str]:
-    """Return the words that start a process in its node's namespaces; the first process of a node makes them.
-
-    The others wait for it. Raises ViewError if it cannot make them.
-    """
-    if is_first_of_node():
-        return ["unshare", "-rm"]
-    until = time.monotonic() + _VIEW_SECONDS
-    while not (file := _view_file(attempt)).exists():
-        if time.monotonic() > until:
-            raise ViewError(f"the first process of this node made no view within {_VIEW_SECONDS:.0f} s")
-        time.sleep(PAUSE)
-    made = read_json(file)
-    if made["refused"]:
-        raise ViewError(str(made["refused"]))
-    return ["nsenter", "--preserve-credentials", "-U", "-m", "-t", str(made["pid"])]
-
-
-def is_first_of_node() -> bool:
-    return os.environ.get("LOCAL_RANK", "0") == "0"
-
-
-def _view_file(attempt: AttemptDir) -> Path:
-    return attempt.outcomes / f"view-{first_rank() - int(os.environ.get('LOCAL_RANK', '0')):05d}.json"
-
-
-def main(scratch: Path, folder: Path, command: list[str]) -> int:
+def main(folder: Path, command: list[str]) -> int:
     run = RunDir(Path(os.environ["ORCH_RUN_DIR"]))
     attempt, order = run.attempt(int(os.environ["ORCH_ATTEMPT"])), read_order(run)
     assert order is not None
     cells = _share_cells()
-    if is_first_of_node():
-        refused = make_view(folder, Path(os.environ[CHECKPOINT_VARIABLE]), order, run.path, scratch)
-        write_durably(_view_file(attempt), json.dumps({"pid": os.getpid(), "refused": refused}).encode())
-        if refused:
-            _write(attempt, Trial(refused=refused))
-            return 1
     os.chdir(folder)  # into the overlay
     code = train(command, cells, order.steps, attempt)
     if code == 0 and is_first_of_node():
@@ -113,20 +64,6 @@ def main(scratch: Path, folder: Path, command: list[str]) -> int:
     if code < 0:  # it was killed
         os.kill(os.getpid(), signal.Signals(-code))
     return code
-
-
-def make_view(folder: Path, checkpoint: Path, order: RestoreTestOrder, run: Path, scratch: Path) -> str:
-    """Make what the node's processes see. Return why not, or ""."""
-    try:
-        if other := find_other_rank(checkpoint.parent):
-            raise ViewError(f"each rank has a checkpoint folder of its own, such as {other}")
-        make_private([folder, Path.home(), checkpoint.parent], checkpoint.parent, [run], scratch)
-        hide_newer(checkpoint, order.step, find_config(RunDir(Path(order.run_dir))))
-    except (ViewError, OSError) as error:
-        foreign = isinstance(error, OSError) and error.errno == errno.EOVERFLOW
-        why = f"{checkpoint.parent} belongs to another user or group, which a user namespace cannot write"
-        return why if foreign else str(error)
-    return ""
 
 
 def _share_cells() -> list[ProgressCell]:
@@ -143,41 +80,12 @@ def _share_cells() -> list[ProgressCell]:
     return [cells[int(own)]] if own else cells
 
 
-def find_config(source: RunDir) -> CommandCheckpointsConfig:
-    """Return where a run saves: as configured, or as its saves show."""
-    configured = load(source, source.newest_attempt).checkpoints
-    if not configured.path:
-        fixed = "" if configured.adapter == AUTO else configured.adapter
-        place = locate(read_saves(source.all_attempts()), fixed)
-        configured = configured if place is None else place.config
-    return configured
-
-
-def hide_newer(checkpoint: Path, step: int, config: CommandCheckpointsConfig) -> None:
-    """Delete newer checkpoints in the overlay, and make pointers name the tested one. Raises OSError."""
-    for other, main_entry, siblings in group(os.listdir(checkpoint.parent), config, _MOST_NEWER):
-        for name in (main_entry, *siblings) if other > step else ():
-            _remove(checkpoint.parent / name)
-    found, _ = find(checkpoint.parent, config)
-    if found and found[0].path == checkpoint:
-        for pointer in stale_pointers(found[0], config):
-            retarget(pointer, checkpoint.parent / ".orch-pointer" / "new")
-
-
-def _remove(path: Path) -> None:
-    """Delete an entry, unless the run has just deleted it itself. Raises OSError."""
-    with suppress(FileNotFoundError):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-
-
 def train(command: list[str], cells: list[ProgressCell], steps: int, attempt: AttemptDir) -> int:
     """Run the command until all ranks have trained `steps` steps. Return 0, or its exit code if it ends before."""
     become_subreaper()
     try:
-        process = subprocess.Popen(command)
+        # The group of this process has no number in these namespaces, so its signals would reach others.
+        process = subprocess.Popen(command, start_new_session=True)
     except FileNotFoundError:
         return 127
     except PermissionError:
@@ -213,10 +121,13 @@ def _all_have_trained(attempt: AttemptDir) -> bool:
 
 
 def _await_others(attempt: AttemptDir) -> None:
-    """Wait until the commands of this node's other ranks have ended; what they have written is deleted then."""
+    """Wait until this node's other ranks have ended: they are killed with the view, soon after this process's end."""
     first, until = first_rank(), time.monotonic() + _OTHERS_SECONDS
-    others = range(first + 1, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    while time.monotonic() < until and not all(trial_file(attempt, rank).exists() for rank in others):
+    files = [trial_file(attempt, first + rank) for rank in range(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))]
+    own = {"1", str(os.getpid())}
+    while time.monotonic() < until and not all(file.exists() for file in files):
+        time.sleep(PAUSE)
+    while time.monotonic() < until and any(name.isdigit() and name not in own for name in os.listdir("/proc")):
         time.sleep(PAUSE)
 
 
@@ -238,4 +149,4 @@ def _kill_all() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

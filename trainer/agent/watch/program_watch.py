@@ -55,10 +55,10 @@ class ProgramWatch:
 
     def pid(self, local: LocalRank) -> int | None:
         """Return the process that trains: the one that reports, if the rank's own process has started it."""
-        record = local.cell.program()
-        if record is None or local.pid is None or record.pid == local.pid:
+        reporter = local.find_reporter()
+        if reporter is None or local.pid is None:
             return local.pid
-        return record.pid if is_descendant(record.pid, local.pid) else local.pid
+        return reporter if is_descendant(reporter, local.pid) else local.pid
 
     def sample(self, local: LocalRank, now: float) -> ProgramSample:
         """Return what is known about the rank's program now."""

@@ -14,6 +14,8 @@ import pytest
 
 from trainer.agent.processes import proc
 from trainer.agent.processes.proc import OomKills
+from trainer.agent.user_command.private_view import NAMESPACES
+from trainer.agent.user_command.restore_program import can_unshare
 
 BUSY = "import ctypes; ctypes.CDLL(None).prctl(15, b'a) R (b', 0, 0, 0); print('on', flush=True)\nwhile True: pass"
 IDLE = "import sys; print('on', flush=True); sys.stdin.read(); print('read', flush=True); import time; time.sleep(60)"
@@ -205,3 +207,19 @@ def test_without_cgroup_and_log_nothing_is_claimed(tmp_path: Path) -> None:
     kills = OomKills(cgroups=tmp_path, membership=tmp_path / "none", log=NOWHERE)
     assert kills.words(os.getpid()) == ""
     kills.close()
+
+
+@pytest.mark.skipif(not can_unshare(NAMESPACES), reason="no user namespaces here")
+def test_a_process_is_found_by_its_number_in_a_pid_namespace_of_its_own() -> None:
+    inside = "echo $$; sleep 60 & echo $!; wait"
+    with subprocess.Popen([*NAMESPACES, "sh", "-c", inside], stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        shell, sleeper = (int(launcher.stdout.readline()) for _ in range(2))
+        numbers = (shell, sleeper, launcher.pid, sleeper + 1, os.getpid())
+        found = [proc.find_descendant(number, launcher.pid) for number in numbers]
+        are_started = [one is not None and proc.is_descendant(one, launcher.pid) for one in found]
+        launcher.kill()
+    assert shell == 1
+    assert are_started == [True, True, False, False, False]
+    assert found[0] != found[1]
+    assert found[2:] == [launcher.pid, None, None]

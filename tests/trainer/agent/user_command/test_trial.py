@@ -1,19 +1,24 @@
 """Restore tests with a run's own command: what it sees, how it is stopped, and what its steps prove."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.trainer.agent.coordination.test_requests import Desk
 from trainer.agent.user_command.checkpoints import find
+from trainer.agent.user_command.private_view import NAMESPACES
 from trainer.agent.user_command.restore_program import Report, can_unshare, delete, find_fault, judge_trial
 from trainer.agent.user_command.restored_states import RestoredRanks, compare_losses
 from trainer.agent.user_command.sealing import SealWork
-from trainer.agent.user_command.trial import Trial, hide_newer, read_trial
+from trainer.agent.user_command.trial import Trial, read_trial
+from trainer.agent.user_command.trial_view import hide_newer
 from trainer.protocol.command_progress import CommandCheckpointsConfig
 from trainer.protocol.restore_test import RestoreTestOrder, own_command
 from trainer.protocol.run_dir import AttemptDir, RunDir
@@ -195,11 +200,11 @@ def test_a_command_that_ends_before_reports_its_steps(tmp_path: Path, end: str, 
 
 
 VIEW = """
-import os, sys
+import json, os, sys
 sys.path.insert(0, {root!r})
 from pathlib import Path
 from trainer.agent.user_command.private_view import make_private
-work, kept = Path({work!r}), Path({kept!r})
+work, kept, outside = Path({work!r}), Path({kept!r}), [Path(one) for one in {outside!r}]
 os.chdir(work)
 scratch = Path({scratch!r})
 scratch.mkdir()
@@ -212,22 +217,45 @@ try:
     Path("/etc/orch-test").write_text("x")
 except OSError as error:
     (kept / "refused").write_text(error.strerror)
+visible = [one.exists() for one in outside]
+for one in outside:
+    one.unlink(missing_ok=True)
+    one.parent.mkdir(exist_ok=True)
+    one.with_suffix(".new").write_text("x")
+seen = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+(kept / "seen").write_text(json.dumps([seen, visible, os.readlink("/proc/self/ns/ipc")]))
 """
 
 
-@pytest.mark.skipif(not can_unshare(), reason="no user namespaces here")
-def test_nothing_that_is_written_in_a_private_view_lasts(tmp_path: Path) -> None:
+@pytest.fixture
+def outside() -> Iterator[list[Path]]:
+    """Files of other programs in folders that all of a node share."""
+    found = [Path(tempfile.mkdtemp(prefix="orch-test-", dir=place)) for place in ("/tmp", "/var/tmp", "/dev/shm")]  # noqa: S108
+    for one in found:
+        (one / "cache").write_text("x")
+    yield [one / "cache" for one in found]
+    for one in found:
+        shutil.rmtree(one)
+
+
+@pytest.mark.skipif(not can_unshare(NAMESPACES), reason="no user namespaces here")
+def test_nothing_outside_a_private_view_is_changed_or_seen(tmp_path: Path, outside: list[Path]) -> None:
     work, kept = tmp_path, tmp_path / "runs"
     kept.mkdir()
     (work / "old.txt").write_text("old")
     scratch = tmp_path.parent / f"{tmp_path.name}-scratch"
-    program = VIEW.format(root=str(ROOT), work=str(work), kept=str(kept), scratch=str(scratch))
-    done = subprocess.run(
-        ["unshare", "-rm", sys.executable, "-c", program], capture_output=True, text=True, check=False
+    program = VIEW.format(
+        root=str(ROOT), work=str(work), kept=str(kept), scratch=str(scratch), outside=list(map(str, outside))
     )
+    done = subprocess.run([*NAMESPACES, sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert sorted(os.listdir(work)) == ["old.txt", "runs"]
     assert (kept / "report").read_text() == "x"
     assert (kept / "refused").read_text() == "Read-only file system"
+    assert [os.listdir(one.parent) for one in outside] == [["cache"]] * 3
+    processes, visible, ipc = json.loads((kept / "seen").read_text())
+    assert processes == [1], "processes outside have no number in it"
+    assert visible == [True, True, False], "/dev/shm begins empty"
+    assert ipc != os.readlink("/proc/self/ns/ipc")
     delete(scratch)
     assert not scratch.exists()

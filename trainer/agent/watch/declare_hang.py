@@ -329,6 +329,7 @@ class HangDetector:
         self._sparse, self._attended = calm > close, float("-inf")  # _attended: last request for more reports
         self._observed = float("-inf")  # declaration of the newest incident that was only reported
         self._halted: dict[int, float] = {}  # since when a rank's process has been seen halted
+        self._suspended = float("inf")  # since when all ranks have been seen stopped
         self.incident: Incident | None = None
 
     # -- input
@@ -365,6 +366,10 @@ class HangDetector:
         """Judge the ranks and act on the result. Return an Incident once its evidence is complete or late."""
         if self.incident is not None:
             return self.incident if not self.incident.waits or now >= self.incident.until else None
+        self._suspended = min(self._suspended, now) if self.snapshot.is_suspended() else float("inf")
+        if self._suspended <= now:
+            self._report_gaps.add_pause(self._suspended, now)
+            return None
         quiet = now - self.snapshot.moved
         if not self._on or quiet < QUIET_SECONDS or not len(self.snapshot) or self._observed > self.snapshot.moved:
             return None

@@ -235,10 +235,17 @@ class ReportGaps:
         self._asked: float | None = None
         self._last_report: dict[str, float] = {}
         self._gaps: dict[str, deque[tuple[float, float]]] = {}
+        self._pauses: deque[tuple[float, float]] = deque(maxlen=_KEPT)
 
     def ask(self, now: float | None) -> None:
         """Note a request at `now` for more frequent reports or, if None, its expiry."""
         self._asked = now
+
+    def add_pause(self, began: float, now: float) -> None:
+        """Record that all ranks have been suspended since `began`, which counts like a gap of every node."""
+        if self._pauses and self._pauses[-1][0] == began:
+            self._pauses.pop()
+        self._pauses.append((began, now))
 
     def add_report(self, node: str, now: float) -> None:
         """Record a report from this node."""
@@ -251,10 +258,13 @@ class ReportGaps:
         self._last_report[node] = now
 
     def at(self, now: float) -> dict[str, list[tuple[float, float]]]:
-        """Return the silences of all nodes that had any."""
+        """Return the silences and pauses of all nodes that had any."""
         found = {node: [(now - began, now - ended) for began, ended in gaps] for node, gaps in self._gaps.items()}
         longest = self._longest if self._asked is None else self._close
+        pauses = [(now - began, now - ended) for began, ended in self._pauses]
         for node, reported in self._last_report.items():
+            if pauses:
+                found.setdefault(node, []).extend(pauses)
             since = reported + longest
             if now > since:
                 found.setdefault(node, []).append((now - since, 0.0))

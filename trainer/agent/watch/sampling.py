@@ -57,6 +57,13 @@ class JobSnapshot:
         for phase, seconds in report.p99.items():
             self._p99.setdefault(phase, {})[node] = seconds
 
+    def is_suspended(self) -> bool:
+        """Return whether signals have stopped all of several ranks, so that none waits for another."""
+        if not self.halted or len(self._seen) < self._world:
+            return False
+        states = [sample.state for _, sample in self._seen.values() if not sample.ended]
+        return len(states) > 1 and set(states) == {"T"}
+
     def at(self, now: float) -> list[RankSample]:
         """Return the sample of every rank seen, by rank."""
         return self._age_samples(self._order, now)

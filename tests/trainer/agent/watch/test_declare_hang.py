@@ -207,6 +207,28 @@ def test_a_halted_process_is_seen_before_anybody_is_judged_by_time() -> None:
     assert job.passes(4.5) is not None or job.asked(agents.CollectEvidence)
 
 
+def test_all_ranks_that_are_stopped_are_suspended_and_that_time_does_not_count() -> None:
+    job = Job(stopped=3.0, least=8.0)
+    job.phase[2] = "data"
+    job.state = ["T"] * 4
+    assert job.passes(600) is None
+    job.state = ["S"] * 4
+    assert job.passes(6) is None
+    assert not job.asked(agents.CollectEvidence)
+    job.passes(1)
+    for node in (0, 1):
+        job.answer(node)
+    job.passes(3)
+    assert job.watch.incident.judgement.culprit == 2, "it has not moved for 8 s since then"
+
+
+def test_a_stopped_rank_hangs_if_one_of_the_others_is_not_stopped() -> None:
+    job = Job(stopped=3.0)
+    job.state = ["T", "T", "T", "S"]
+    job.passes(5)
+    assert job.watch.incident.judgement.kind is HangKind.STOPPED
+
+
 def test_who_was_halted_and_goes_on_is_forgotten() -> None:
     job = Job()
     job.state[1] = "T"

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.multi, pytest.mark.timeout(600)]
 # Loads the newest checkpoint that its own pointer names, saves every five steps into a folder that rank 0 makes, and
 # appends to a file of its own. At its start it stops an instance that a pid file names, and deletes that one's cache.
 TRAIN = """
-import os, pathlib, torch, torch.distributed as dist
+import os, pathlib, shutil, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 rank, folder, kind = dist.get_rank(), pathlib.Path("out"), pathlib.Path("kind").read_text()
 torch.manual_seed(0)
@@ -29,7 +29,7 @@ if kind != "trains":
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 first, pointer = 0, folder / "latest"
 if pointer.exists():
-    saved = torch.load(folder / pointer.read_text() / f"rank{rank}.pt")
+    saved = torch.load(f"last-{rank}.pt" if kind == "another" else folder / pointer.read_text() / f"rank{rank}.pt")
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     first = saved["step"]
@@ -51,6 +51,8 @@ for step in range(first + 1, 16):
         dist.barrier()
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step},
                    place / f"rank{rank}.pt")
+        if step == 5:
+            shutil.copy(place / f"rank{rank}.pt", f"last-{rank}.pt")
         dist.barrier()
         if rank == 0:
             pointer.write_text(place.name)
@@ -60,6 +62,7 @@ dist.destroy_process_group()
 EXPECTED = {
     "restores": (0, "all 2 ranks that saved have the parameters of step-5, bit for bit; the command trained"),
     "forgets": (7, "the parameters of rank 1 differ from those saved in step-5; 1 other rank agrees"),
+    "another": (4, "nothing shows that it loaded step-5: no process has opened its files"),
     "ignores": (4, "the parameters of ranks 0, 1 differ from those saved in step-5"),
 }
 
@@ -67,7 +70,7 @@ EXPECTED = {
 @pytest.mark.parametrize(
     ("launcher", "kinds"),
     [
-        ("python", ("restores", "forgets")),
+        ("python", ("restores", "forgets", "another")),
         pytest.param("torchrun", ("restores", "ignores"), marks=pytest.mark.proof),
     ],
 )

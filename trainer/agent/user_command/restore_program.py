@@ -29,7 +29,7 @@ from trainer.agent.user_command import trial
 from trainer.agent.user_command.private_view import NAMESPACES, ViewError
 from trainer.agent.user_command.restored_states import RestoredRanks, compare_losses, read_restored
 from trainer.agent.user_command.sealing import Verdict, verify_seal
-from trainer.agent.user_command.trial import Trial, read_trial
+from trainer.agent.user_command.trial import Trial, has_opened, read_trial
 from trainer.agent.user_command.trial_view import enter_view, first_rank
 from trainer.protocol.checkpoint_seal import list_files
 from trainer.protocol.events import EventKind, EventLog
@@ -126,7 +126,10 @@ def run_test(arguments: list[str], scratch: Path) -> int:
     elif trains and order is not None:
         evidence["trained_steps"] = made.steps
         losses = compare_losses(RunDir(Path(order.run_dir)), attempt, str(checkpoint))
-        report = Report(test=run.name, rank=rank, name=checkpoint.name, restored=restored, losses=losses)
+        report = Report(
+            test=run.name, rank=rank, name=checkpoint.name, restored=restored, losses=losses,
+            opened=rank > 0 or has_opened(attempt),
+        )  # fmt: skip
         found = judge_trial(made, code, order, report)
         if written and not made.refused and found[0] not in (Outcome.RESTORED, Outcome.CORRUPT):
             why = f"the run has written {written[0]} meanwhile, which the command may have loaded"
@@ -223,6 +226,7 @@ class Report:
     name: str  # of the checkpoint, as the user knows it
     restored: RestoredRanks
     losses: str  # comparison with those of the run; empty: unknown
+    opened: bool  # a process has opened a file of the checkpoint; rank 0 knows
 
 
 def judge_trial(made: Trial, code: int, order: RestoreTestOrder, report: Report) -> tuple[Outcome, str]:
@@ -236,6 +240,9 @@ def judge_trial(made: Trial, code: int, order: RestoreTestOrder, report: Report)
         why = _NOT_STARTED.get(code, f"the command failed after {steps}")
         which = f"exit code {code} of rank {report.rank} (orch logs {report.test})"
         return Outcome.NOT_COMPARABLE, f"{compared}{why}: {which}"
+    if made.steps and not report.opened:  # its parameters come from another file
+        why = f"nothing shows that it loaded {name}: no process has opened its files"
+        return Outcome.NOT_COMPARABLE, f"it trained {steps}, but {why}"
     if known.differ:
         return (Outcome.SUSPECT if known.agree else Outcome.NOT_COMPARABLE), known.describe(name)
     if not made.steps:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 if __name__ == "__main__":  # started by its path, so orch's packages are not importable otherwise
@@ -21,10 +21,11 @@ if __name__ == "__main__":  # started by its path, so orch's packages are not im
 
 from checkpointing.storage.durable import read_json, write_durably
 from trainer.agent.processes.proc import become_subreaper, descendants
-from trainer.agent.user_command.trial_view import first_rank, is_first_of_node
+from trainer.agent.user_command.opened_files import OpenedFiles
+from trainer.agent.user_command.trial_view import find_config, first_rank, is_first_of_node, list_tested
 from trainer.protocol.plain_data import build
 from trainer.protocol.rank_progress.progress import ProgressCell
-from trainer.protocol.restore_test import read_order
+from trainer.protocol.restore_test import CHECKPOINT_VARIABLE, read_order
 from trainer.protocol.run_dir import AttemptDir, RunDir
 
 PAUSE = 0.2
@@ -40,6 +41,7 @@ class Trial:
     steps: int = 0  # trained by each of its ranks
     restored: tuple[int, ...] = ()  # step from which each says that it continues; 0: from none, or it does not count
     ended: bool = False  # the command has ended by itself
+    opened: bool = False  # a process of the node has opened a file of the checkpoint
 
 
 def trial_file(attempt: AttemptDir, rank: int) -> Path:
@@ -52,13 +54,20 @@ def read_trial(attempt: AttemptDir, rank: int) -> Trial:
     return build(Trial, read_json(trial_file(attempt, rank)))
 
 
+def has_opened(attempt: AttemptDir) -> bool:
+    """Return whether a process of any node has opened a file of the checkpoint. Raises OSError and ValueError."""
+    return any(build(Trial, read_json(file)).opened for file in attempt.outcomes.glob("trial-*.json"))
+
+
 def main(folder: Path, command: list[str]) -> int:
     run = RunDir(Path(os.environ["ORCH_RUN_DIR"]))
     attempt, order = run.attempt(int(os.environ["ORCH_ATTEMPT"])), read_order(run)
     assert order is not None
     cells = _share_cells()
     os.chdir(folder)  # into the overlay
-    code = train(command, cells, order.steps, attempt)
+    checkpoint = Path(os.environ[CHECKPOINT_VARIABLE])
+    opened = OpenedFiles(list_tested(checkpoint, find_config(RunDir(Path(order.run_dir)))))
+    code = train(command, cells, order.steps, attempt, opened)
     if code == 0 and is_first_of_node():
         _await_others(attempt)
     if code < 0:  # it was killed
@@ -80,7 +89,7 @@ def _share_cells() -> list[ProgressCell]:
     return [cells[int(own)]] if own else cells
 
 
-def train(command: list[str], cells: list[ProgressCell], steps: int, attempt: AttemptDir) -> int:
+def train(command: list[str], cells: list[ProgressCell], steps: int, attempt: AttemptDir, opened: OpenedFiles) -> int:
     """Run the command until all ranks have trained `steps` steps. Return 0, or its exit code if it ends before."""
     become_subreaper()
     try:
@@ -95,12 +104,12 @@ def train(command: list[str], cells: list[ProgressCell], steps: int, attempt: At
         # One step more: a rank may report the loss of a step after its end.
         if not reached and (now := read_steps(cells)).steps > steps:
             reached = True
-            _write(attempt, now)
+            _write(attempt, replace(now, opened=opened.is_any_opened()))
         if reached and _all_have_trained(attempt):
             break
         time.sleep(PAUSE)
     if not reached:
-        _write(attempt, Trial(**{**asdict(read_steps(cells)), "ended": True}))
+        _write(attempt, replace(read_steps(cells), ended=True, opened=opened.is_any_opened()))
     _kill_all()
     code = process.wait()
     return 0 if reached else code

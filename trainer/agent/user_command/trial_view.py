@@ -26,6 +26,7 @@ from trainer.agent.user_command.checkpoints import find, find_other_rank, group
 from trainer.agent.user_command.private_view import NAMESPACES, ViewError, make_private
 from trainer.agent.user_command.program_saves import locate, read_saves
 from trainer.agent.user_command.set_aside import retarget, stale_pointers
+from trainer.protocol.checkpoint_seal import list_files
 from trainer.protocol.command_progress import AUTO, CommandCheckpointsConfig
 from trainer.protocol.config import load
 from trainer.protocol.restore_test import CHECKPOINT_VARIABLE, RestoreTestOrder, read_order
@@ -132,6 +133,14 @@ def hide_newer(checkpoint: Path, step: int, config: CommandCheckpointsConfig) ->
     if found and found[0].path == checkpoint:
         for pointer in stale_pointers(found[0], config):
             retarget(pointer, checkpoint.parent / ".orch-pointer" / "new")
+
+
+def list_tested(checkpoint: Path, config: CommandCheckpointsConfig) -> list[Path]:
+    """Return the files of a checkpoint. None is opened. Raises OSError."""
+    for _, main_entry, siblings in group(os.listdir(checkpoint.parent), config, _MOST_NEWER):
+        if main_entry == checkpoint.name:
+            return list(list_files(checkpoint, siblings).values())
+    return list(list_files(checkpoint).values())
 
 
 def _remove(path: Path) -> None:

@@ -7,18 +7,20 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from tests.trainer.agent.coordination.test_requests import Desk
 from trainer.agent.user_command.checkpoints import find
+from trainer.agent.user_command.opened_files import OpenedFiles
 from trainer.agent.user_command.private_view import NAMESPACES
 from trainer.agent.user_command.restore_program import Report, can_unshare, delete, find_fault, judge_trial
 from trainer.agent.user_command.restored_states import RestoredRanks, compare_losses
 from trainer.agent.user_command.sealing import SealWork
-from trainer.agent.user_command.trial import Trial, read_trial
-from trainer.agent.user_command.trial_view import hide_newer
+from trainer.agent.user_command.trial import Trial, has_opened, read_trial, trial_file
+from trainer.agent.user_command.trial_view import hide_newer, list_tested
 from trainer.protocol.command_progress import CommandCheckpointsConfig
 from trainer.protocol.restore_test import RestoreTestOrder, own_command
 from trainer.protocol.run_dir import AttemptDir, RunDir
@@ -66,9 +68,14 @@ def test_a_verdict_states_what_the_steps_prove(
     made: Trial, code: int, restored: tuple[tuple[int, ...], tuple[int, ...]], outcome: str, reason: str
 ) -> None:
     ranks = RestoredRanks(agree=restored[0], differ=restored[1])
-    found = judge_trial(made, code, order(), Report(test="t-1", rank=3, name="step-20", restored=ranks, losses=""))
+    report = Report(test="t-1", rank=3, name="step-20", restored=ranks, losses="", opened=True)
+    found = judge_trial(made, code, order(), report)
     assert found[0] == outcome
     assert reason in found[1]
+    if outcome in ("RESTORED", "SUSPECT"):
+        found = judge_trial(made, code, order(), replace(report, opened=False))
+        assert found[0] == "NOT_COMPARABLE"
+        assert "nothing shows that it loaded step-20: no process has opened its files" in found[1]
 
 
 def save(folder: Path, *steps: int) -> Path:
@@ -155,6 +162,34 @@ def test_a_test_ends_before_the_last_step_and_a_program_that_does_has_not_finish
         desk.events.close()
 
 
+def test_a_file_that_another_process_opens_is_seen(tmp_path: Path) -> None:
+    place = save(tmp_path / "out", 10, 20) / "step-20"
+    for step in (10, 20):
+        (tmp_path / "out" / f"optimizer-{step}.pt").touch()
+    files = list_tested(place, CONFIG)
+    assert sorted(file.name for file in files) == ["optimizer-20.pt", "weights.npy"]
+    for file in files:
+        opened = OpenedFiles(files)
+        list_tested(place, CONFIG)
+        assert not opened.is_any_opened(), "listed, but not opened"
+        subprocess.run(["cat", str(file)], capture_output=True, check=True)
+        assert opened.is_any_opened()
+        assert opened.is_any_opened()
+        opened.close()
+    opened = OpenedFiles(files)
+    shutil.rmtree(place)
+    assert not opened.is_any_opened(), "deleted, but not opened"
+    opened.close()
+
+
+@pytest.mark.parametrize(("opens", "found"), [([], False), ([4], True), ([3, 4], True)])
+def test_one_process_of_any_node_must_open_the_checkpoint(tmp_path: Path, opens: list[int], found: bool) -> None:
+    attempt = attempt_of(tmp_path / "test")
+    for rank in (0, 3, 4):
+        trial_file(attempt, rank).write_text(json.dumps(asdict(Trial(steps=4, opened=rank in opens))))
+    assert has_opened(attempt) is found
+
+
 COMMAND = """
 import os, subprocess, sys, time
 from pathlib import Path
@@ -162,24 +197,28 @@ from trainer.protocol.rank_progress.progress import ProgressCell
 child = subprocess.Popen(["sleep", "600"], start_new_session=True)
 Path("child").write_text(str(child.pid))
 cell = ProgressCell(int(sys.argv[1]))
+Path("ckpt").read_text()
 for step in range(1, int(sys.argv[2]) + 1):
     cell.update(step=step)
 """
 PARENT = """
 import os, subprocess, sys
 from pathlib import Path
+from trainer.agent.user_command.opened_files import OpenedFiles
 from trainer.agent.user_command.trial import train
 from trainer.protocol.rank_progress.progress import ProgressCell
 from trainer.protocol.run_dir import RunDir
 cell = ProgressCell.create()
 os.dup2(cell.descriptor, 0)
-sys.exit(train([sys.executable, "command.py", "0", sys.argv[1]], [cell], 3, RunDir(Path("test")).attempt(1)))
+command, attempt = [sys.executable, "command.py", "0", sys.argv[1]], RunDir(Path("test")).attempt(1)
+sys.exit(train(command, [cell], 3, attempt, OpenedFiles([Path("ckpt")])))
 """
 
 
 def run_trial(folder: Path, last: int, end: str) -> tuple[int, Trial, Path]:
     """Return the exit code, the result, and the folder in /proc of the process that the command has left behind."""
     attempt = attempt_of(folder / "test")
+    (folder / "ckpt").touch()
     (folder / "command.py").write_text(f"{COMMAND}{end}\n")
     environ = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", PARENT, str(last)], cwd=folder, env=environ, check=False)
@@ -188,14 +227,14 @@ def run_trial(folder: Path, last: int, end: str) -> tuple[int, Trial, Path]:
 
 def test_a_command_is_stopped_after_its_steps_with_all_that_it_has_started(tmp_path: Path) -> None:
     code, found, child = run_trial(tmp_path, 4, "time.sleep(600)")
-    assert (code, found.steps, found.ended) == (0, 4, False)
+    assert (code, found.steps, found.ended, found.opened) == (0, 4, False, True)
     assert not child.exists()
 
 
 @pytest.mark.parametrize(("end", "code"), [("sys.exit(5)", 5), ("pass", 0)])
 def test_a_command_that_ends_before_reports_its_steps(tmp_path: Path, end: str, code: int) -> None:
     found = run_trial(tmp_path, 2, end)
-    assert (found[0], found[1].steps, found[1].ended) == (code, 2, True)
+    assert (found[0], found[1].steps, found[1].ended, found[1].opened) == (code, 2, True, True)
     assert not found[2].exists()
 
 

@@ -167,9 +167,12 @@ def dump_line(value: Any) -> str:
     return _dumps(value, sort_keys=False)
 
 
-def canonical(value: Any) -> bytes:
-    """Return the canonical bytes used for digests: JSON with sorted keys and no spaces, in UTF-8."""
-    return _dumps(value, sort_keys=True).encode()
+def canonical(value: Any, errors: str = "strict") -> bytes:
+    """Return the canonical bytes used for digests: JSON with sorted keys and no spaces, in UTF-8.
+
+    With `errors="backslashreplace"`, lone surrogates become escapes of JSON, which a reader turns into the same text.
+    """
+    return _dumps(value, sort_keys=True).encode(errors=errors)
 
 
 def _dumps(value: Any, *, sort_keys: bool) -> str:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from checkpointing.storage.durable import canonical, open_regular, read_json, write_durably
+from trainer.protocol.failures.outcome import legible
 from trainer.protocol.plain_data import build
 
 _SCHEMA = "orch.seal/1"
@@ -19,6 +20,9 @@ BESIDE = "../"
 """Prefix for the names of files in a checkpoint's other entries."""
 _TEXTS = frozenset({".json", ".yaml", ".yml", ".toml", ".txt", ".md"})
 """Suffixes of files that a program may write once and keep when it saves again: settings, a vocabulary."""
+
+_NOT_UTF_8 = "backslashreplace"
+"""Encoding of file names that are not UTF-8, which Python reads as surrogates."""
 
 Tick = Callable[[], None]
 """Called after every block of a file; it may raise an exception to stop the reading."""
@@ -57,7 +61,7 @@ class CheckpointSeal:
         """Write the seal with its own digest. Raises OSError."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         text = asdict(self)
-        write_durably(path, canonical({"schema": _SCHEMA, "seal": text, "sha256": _digest(text)}))
+        write_durably(path, canonical({"schema": _SCHEMA, "seal": text, "sha256": _digest(text)}, _NOT_UTF_8))
 
     @classmethod
     def read(cls, path: Path) -> "CheckpointSeal | None":
@@ -72,7 +76,7 @@ class CheckpointSeal:
 
 
 def _digest(seal: object) -> str:
-    return hashlib.sha256(canonical(seal)).hexdigest()
+    return hashlib.sha256(canonical(seal, _NOT_UTF_8)).hexdigest()
 
 
 def seal_file(seals: Path, name: str) -> Path:
@@ -158,7 +162,7 @@ def _place(path: Path, name: str) -> Path:
 
 
 def _shown(name: str, path: Path) -> str:
-    return name.removeprefix(BESIDE) or path.name
+    return legible(name.removeprefix(BESIDE) or path.name)
 
 
 def is_rewritten(seal: CheckpointSeal, path: Path, until: int | None = None) -> bool:

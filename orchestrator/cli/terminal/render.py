@@ -92,7 +92,7 @@ def _raw(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, (list, tuple)):
-        return ",".join(map(str, value))
+        value = ",".join(map(str, value))
     return one_line(value) if isinstance(value, str) else dump_line(value).strip('"')
 
 

@@ -5,12 +5,21 @@ from collections.abc import Sequence
 import pytest
 
 from orchestrator.cli.runs.status import TABLE
+from orchestrator.cli.terminal.render import Screen
 from orchestrator.cli.terminal.tables import MOST, Column, cell_width, folded_text, shorten_text, table_lines, wrap_line
 
 HELD = (
     "saves fail since step 1500: No space left on device (/shared/home/someone/runs); make room there, or choose "
     "another folder; when it is fixed: orch resume finetune-ablation-seed7-1"
 )
+
+
+@pytest.mark.parametrize("value", ["/out put\n/a\x1b[31m\tb", ["/out put\n/a\x1b[31m\tb"]])
+def test_a_row_is_one_line_in_a_pipe_whatever_a_path_contains(
+    value: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Screen().listing("ckpt.ls", [Column("STEP", "step"), Column("WHERE", "where")], [{"step": 7, "where": value}])
+    assert capsys.readouterr().out == "STEP\tWHERE\n7\t/out put /a b\n"
 
 
 def drawn(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> list[str]:

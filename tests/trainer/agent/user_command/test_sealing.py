@@ -22,7 +22,7 @@ def save(out: Path, step: int, files: tuple[str, ...] = ("weights.bin", "optimiz
     folder = out / f"checkpoint-{step}"
     folder.mkdir()
     for name in files:
-        (folder / name).write_bytes(f"{name} {step:05d} ".encode() * 50)
+        (folder / name).write_bytes(os.fsencode(f"{name} {step:05d} ") * 50)
     return folder
 
 
@@ -75,6 +75,21 @@ def test_a_damaged_checkpoint_moves_away_before_the_program_starts(tmp_path: Pat
     assert any(words in event["reason"] for words in ("weights.bin has", "optimizer.bin", "is an empty folder"))
     (good,) = second.told(EventKind.CHECKPOINT_VERIFIED)
     assert good["step"] == 10
+
+
+def test_a_file_whose_name_is_not_utf_8_is_sealed_and_compared(tmp_path: Path, out: Path) -> None:
+    attempt = Attempt(tmp_path, 1)
+    for step in (10, 20):
+        save(out, step, ("weights.bin", "caf\udce9.bin"))
+    attempt.stops()
+    attempt.stops()  # the second seal
+    assert {event["step"] for event in attempt.told(EventKind.CHECKPOINT_SEALED)} == {10, 20}
+    flip(out / "checkpoint-20" / "caf\udce9.bin")
+    second = Attempt(tmp_path, 2)
+    second.stops()
+    assert names(out) == ["checkpoint-10"]
+    (event,) = second.told(EventKind.CHECKPOINT_SET_ASIDE)
+    assert "caf\\udce9.bin has other bytes than when it was sealed" in event["reason"]
 
 
 def test_files_swapped_between_two_steps_leave_nothing_to_start_from(tmp_path: Path, out: Path) -> None:

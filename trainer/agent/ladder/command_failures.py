@@ -110,6 +110,10 @@ _CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGI
 """Signals caused by the program's own actions, including loading a truncated file."""
 
 
+_NOT_SENT = "which orch did not send; a script that ends with `kill 0` (trap 'kill 0' EXIT) sends it to itself"
+"""Addition to a death by SIGTERM."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class NewestCheckpoint:
     """The newest of the program's own checkpoints when this generation was started."""
@@ -185,6 +189,8 @@ def command_cause(ends: Sequence[RankEnd], past: CommandPast, seconds: float) ->
         failure = replace(failure, kind=FailureKind.UNKNOWN)
     if limited and LIMITS not in failure.reason:
         failure = replace(failure, reason=f"{failure.reason}; {LIMITS}")
+    if root.signal == signal.SIGTERM:
+        failure = replace(failure, reason=f"{failure.reason}, {_NOT_SENT}")
     cause = replace(cause, failure=failure, mark="", outside=outside)
     # Its last output may have been lost for the same reason.
     if own and past.disk:

@@ -438,6 +438,14 @@ def test_what_cannot_be_loaded_is_for_the_storage_to_be_mended():
     assert Program().times(3, LOADING).failure.kind is FailureKind.USER_ERROR
 
 
+def test_a_sigterm_of_a_scripts_own_is_explained():
+    cause = Program().fails(end(exit_code=None, signal=signal.SIGTERM))
+    assert (cause.retry, cause.failure.kind) == (True, FailureKind.RANK_KILLED)
+    assert cause.failure.reason.startswith("rank 0 on n0 was killed by SIGTERM, which orch did not send; a script")
+    assert "trap 'kill 0' EXIT" in cause.failure.reason
+    assert "kill 0" not in Program().fails(end(exit_code=None, signal=signal.SIGKILL)).failure.reason
+
+
 def test_a_rank_that_ended_well_before_its_peers_is_the_cause():
     finished, waiting = end(1, exit_code=0, at=1.0), raised("DistBackendError", "Connection closed", secondary=True)
     waiting = replace(waiting, at=2.0)

@@ -25,7 +25,7 @@ from checkpointing.storage.durable import read_json, write_durably
 from trainer.agent.user_command.checkpoints import find, find_other_rank, group
 from trainer.agent.user_command.private_view import NAMESPACES, ViewError, make_private
 from trainer.agent.user_command.program_saves import locate, read_saves
-from trainer.agent.user_command.set_aside import retarget, stale_pointers
+from trainer.agent.user_command.set_aside import pointers_to, retarget, stale_pointers
 from trainer.protocol.checkpoint_seal import list_files
 from trainer.protocol.command_progress import AUTO, CommandCheckpointsConfig
 from trainer.protocol.config import load
@@ -126,12 +126,14 @@ def find_config(source: RunDir) -> CommandCheckpointsConfig:
 
 def hide_newer(checkpoint: Path, step: int, config: CommandCheckpointsConfig) -> None:
     """Delete newer checkpoints in the overlay, and make pointers name the tested one. Raises OSError."""
+    newer = [one for one in find(checkpoint.parent, config)[0] if one.step > step]
     for other, main_entry, siblings in group(os.listdir(checkpoint.parent), config, _MOST_NEWER):
         for name in (main_entry, *siblings) if other > step else ():
             _remove(checkpoint.parent / name)
     found, _ = find(checkpoint.parent, config)
     if found and found[0].path == checkpoint:
-        for pointer in stale_pointers(found[0], config):
+        by_name = [pointer for one in newer for pointer in pointers_to(one, found[0])]
+        for pointer in (*by_name, *stale_pointers(found[0], config)):
             retarget(pointer, checkpoint.parent / ".orch-pointer" / "new")
 
 

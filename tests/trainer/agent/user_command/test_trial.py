@@ -91,12 +91,14 @@ def test_newer_checkpoints_are_hidden_and_pointers_name_the_tested_one(tmp_path:
         (folder / f"optimizer-{step}.pt").touch()
     (folder / "latest").write_text("step-40\n")
     (folder / "last").symlink_to("step-30")
+    (folder / "last_step.txt").write_text("40")
     hide_newer(folder / "step-20", 20, CONFIG)
     assert sorted(os.listdir(folder)) == [
-        "last", "latest", "optimizer-10.pt", "optimizer-20.pt", "step-10", "step-20",
+        "last", "last_step.txt", "latest", "optimizer-10.pt", "optimizer-20.pt", "step-10", "step-20",
     ]  # fmt: skip
     assert (folder / "latest").read_text() == "step-20\n"
     assert os.readlink(folder / "last") == "step-20"
+    assert (folder / "last_step.txt").read_text() == "20"
 
 
 def test_damage_is_found_by_the_seal(tmp_path: Path) -> None:

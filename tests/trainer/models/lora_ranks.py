@@ -1,13 +1,5 @@
-"""Two ranks with LoRA beside frozen bases, compared with peft itself: `lora_ranks.py FOLDER CASES` (JSON).
+"""LoRA beside frozen bases on the ranks of `hf_ranks.py`, compared with peft itself."""
 
-Prints, per case, the largest relative difference of the adapters' gradients, what a checkpoint would contain, and the
-share of the base's bytes on this rank; or the refusal.
-"""
-
-import json
-import os
-import sys
-import warnings
 from typing import Any
 
 import torch
@@ -25,7 +17,6 @@ from trainer.parallel.apply.gradient_buckets import own_part as shard
 from trainer.protocol.config import JobConfig
 from trainer.protocol.plain_data import build
 from trainer.worker.saved_state.checkpoint_contents import model_tensors
-from trainer.worker.workload import WorkloadError
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
@@ -57,6 +48,7 @@ def held_bytes(parameter: torch.Tensor) -> int:
 
 
 def compare(folder: str, strategy: str, dtype: str, base: str | None) -> dict[str, Any]:
+    """Return the largest relative difference of the adapters' gradients, the saved keys, and this rank's share."""
     rank, world = dist.get_rank(), dist.get_world_size()
     config = build(
         JobConfig,
@@ -94,23 +86,3 @@ def compare(folder: str, strategy: str, dtype: str, base: str | None) -> dict[st
         "gradients": worst, "saved": sorted(model_tensors(model)), "adapters": sorted(adapters),
         "share": base_held / in_float32, "digest": kept.digest, "begins as base": begins_as_base,
     }  # fmt: skip
-
-
-def main() -> None:
-    warnings.simplefilter("ignore")
-    folder, cases = sys.argv[1], json.loads(sys.argv[2])
-    dist.init_process_group("gloo")
-    found = {}
-    for case in cases:
-        try:
-            found[json.dumps(case)] = compare(folder, *case)
-        except WorkloadError as error:
-            found[json.dumps(case)] = {"refused": str(error)}
-    if dist.get_rank() == 0:
-        sys.stdout.write(json.dumps(found) + "\n")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    main()

@@ -54,7 +54,7 @@ def main() -> None:
 
     torch.manual_seed(3)
     vocabulary = {"vocab_size": int(sys.argv[2]) if len(sys.argv) > 2 else 128}
-    wanted = sys.argv[3:] or KINDS
+    wanted = sys.argv[3:] or [*KINDS, "lora"]
     for kind in wanted:
         model_type, settings = ("llama", LORA) if kind == "lora" else (kind, KINDS[kind])
         config = transformers.AutoConfig.for_model(

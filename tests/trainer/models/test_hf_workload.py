@@ -1,4 +1,4 @@
-"""`workload: hf` on two ranks computes what transformers computes, from the same files; what it cannot, it refuses."""
+"""`workload: hf` on two ranks computes what transformers and peft compute from the same files, or refuses."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from benchmarks.submitted_run import free_port
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 
 ROOT, HERE = Path(__file__).resolve().parents[3], Path(__file__).parent
-INTEROP = ROOT / ".venv" / "interop"
+PARTS = [ROOT / ".venv" / name for name in ("interop", "finetuning")]
 CASES = [
     ("llama", 2, "fsdp", True), ("qwen2", 2, "fsdp", True), ("qwen3", 2, "ddp", True), ("mistral", 1, "fsdp", True),
     ("gpt2", 1, "fsdp", True), ("opt", 1, "ddp", False), ("gpt2", 2, "fsdp", True), ("mixtral", 1, "fsdp", True),
@@ -41,16 +41,23 @@ DAMAGES = {
 """What is done to the files of a Llama, and what the refusal says."""
 REFUSED = [("gpt2", 2), ("apertus", 2)]
 BOUND = 1e-5
+EXACT, ROUNDED = 1e-5, 3e-2
+LORA_CASES = [
+    ("fsdp", "float32", None, EXACT, 0.5), ("ddp", "float32", "int8", EXACT, 0.41),
+    ("fsdp", "float32", "nf4", EXACT, 0.16), ("fsdp", "float32", "bfloat16", ROUNDED, 0.26),
+    ("fsdp", "bfloat16", "int8", ROUNDED, 0.21),
+]  # fmt: skip
+"""Strategy, `train.dtype`, `base`, the bound for gradients, and the most of the base's float32 bytes on a rank."""
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    if not (INTEROP / "transformers").is_dir():
-        pytest.skip("transformers is not installed apart: `make .venv/interop/.ready` does that, as `make test` does")
+    if not all((part / ".ready").is_file() for part in PARTS):
+        pytest.skip("transformers and peft are not installed apart: `make test` does that")
     folder = tmp_path_factory.mktemp("models")
     environ = {
-        **os.environ, "PYTHONPATH": f"{ROOT}:{INTEROP}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore",
+        **os.environ, "PYTHONPATH": ":".join(map(str, (ROOT, *PARTS))), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore",
     }  # fmt: skip
     made = subprocess.run(
         [sys.executable, str(HERE / "make_hf_models.py"), str(folder)], env=environ, capture_output=True, check=False
@@ -59,7 +66,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     for damage in DAMAGES:
         shutil.copytree(folder / "llama", folder / damage)
         apply_damage(folder / damage, damage)
-    cases = [*CASES, *((damage, 1, "fsdp", True) for damage in DAMAGES)]
+    cases = [*CASES, *(("lora", *case[:3]) for case in LORA_CASES), *((damage, 1, "fsdp", True) for damage in DAMAGES)]
     words = [sys.executable, str(HERE / "hf_ranks.py"), str(folder), json.dumps(cases)]
     ranks = [
         subprocess.Popen(words, env={**environ, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -141,3 +148,18 @@ def test_what_would_be_wrong_is_refused(found: dict[str, dict[str, Any]], case: 
 
 def test_experts_without_pretrained_weights_train_under_fsdp(found: dict[str, dict[str, Any]]) -> None:
     assert found["mixtral 1 fsdp False"]["gradients"] < BOUND
+
+
+@pytest.mark.parametrize("case", LORA_CASES, ids=lambda case: "-".join(map(str, case[:3])))
+def test_adapters_train_as_in_peft_and_are_all_that_is_saved(
+    found: dict[str, dict[str, Any]], case: tuple[Any, ...]
+) -> None:
+    *key, bound, share = case
+    results = {tuple(one[:3]): found[" ".join(map(str, ("lora", *one[:3])))] for one in LORA_CASES}
+    result = results[tuple(key)]
+    assert result["begins as base"]
+    assert result["gradients"] < bound
+    assert result["saved"] == [f"model/{name}" for name in result["adapters"]]
+    assert result["share"] <= share
+    bases = {base or dtype for _, dtype, base in results}
+    assert len({one["digest"] for one in results.values()}) == len(bases), "a base in another precision is another one"

@@ -57,7 +57,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     folder = tmp_path_factory.mktemp("models")
     environ = {
         **os.environ, "PYTHONPATH": ":".join(map(str, (ROOT, *PARTS))), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore",
+        "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+        "PYTHONWARNINGS": "ignore",
     }  # fmt: skip
     made = subprocess.run(
         [sys.executable, str(HERE / "make_hf_models.py"), str(folder)], env=environ, capture_output=True, check=False

@@ -39,7 +39,7 @@ VERBS = {
     "restore-tests": ("restore_tests:restore_tests", "List restore tests of checkpoints, and which are due."),
     "nodes": ("cluster.nodes:nodes", "List the nodes that runs have used; release excluded ones."),
     "config": ("config:config", "Show, validate and compare configurations."),
-    "data": ("data:data", "Turn text into token shards for training."),
+    "data": ("data:data", "Turn documents into token shards for training."),
     "db": ("db:db", "Locate, back up or rebuild the registry."),
     "controller": ("cluster.controller:controller", "Start, stop, inspect or install the controller."),
     "init": ("cluster.init:init", "Ask Slurm about this cluster, and write your settings."),

@@ -33,9 +33,9 @@ class RecordedData(TokenData):
 
     numbers: list[int]
 
-    def _row(self, number: int) -> torch.Tensor:
+    def row(self, part: int, number: int) -> torch.Tensor:
         self.numbers.append(number)
-        return super()._row(number)
+        return super().row(part, number)
 
 
 class RecordingLlama(SlowLlama):

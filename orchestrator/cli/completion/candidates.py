@@ -187,6 +187,8 @@ _SOURCES: dict[str, Source] = {
     "sweep": _words(lambda: fast_queries.sweep_names(registry_path())), "after": _runs,
     "names": _words(lambda: fast_queries.node_names(registry_path())),
     "paths": lambda context, incomplete: [CompletionItem(incomplete, type=FILE)], "accept": _acceptable_keys,
+    "tokenizer": lambda context, incomplete: [CompletionItem(incomplete, type=FILE)],
+    "folders": lambda context, incomplete: [CompletionItem(incomplete, type=FILE)],
     "resume words": _runs_and_keys, "drill words": _drill, "demo words": _keys, "tag words": _signed_tags,
     "config diff first": _configs_and_runs, "config diff second": _configs_and_runs, "ckpt diff first": _checkpoints,
     "ckpt diff second": _checkpoints,

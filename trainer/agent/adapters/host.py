@@ -57,9 +57,12 @@ class AdapterHost:
         reason: int = self._requests.agreement().due(step)
         return reason
 
-    def saved(self, step: int, path: str, *, late: bool = False) -> None:
-        """Report a checkpoint of this adapter's framework, whose rules apply to it. `late`: after further steps."""
-        self.rank.saved(step, path, self.name, late=late)
+    def saved(self, step: int, path: str, *, late: bool = False, is_data: bool = False) -> None:
+        """Report a checkpoint of this adapter's framework, whose rules apply to it. `late`: after further steps.
+
+        `is_data` says that it seems to hold other data, and so does not show where checkpoints are.
+        """
+        self.rank.saved(step, path, self.name, late=late, is_data=is_data)
 
     def finish(self, step: int) -> None:
         """Report that the training has ended, after as many steps as its program wants (early stopping included)."""

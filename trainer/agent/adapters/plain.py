@@ -55,26 +55,23 @@ class WrittenFiles:
 
     def __init__(self, host: AdapterHost) -> None:
         self._host = host
-        self._newest: list[str] = []
+        self._newest: list[tuple[str, bool]] = []  # with whether it holds data
         self._renaming: list[Any] = []  # functions of `os` that report
 
     def note(self, target: Any, content: Any) -> None:
-        """Report a finished file. A temporary one, or one in a temporary folder, is reported under its next name.
-
-        Data, such as predictions or rollouts, is no checkpoint, whatever its name.
-        """
+        """Report a finished file. A temporary one, or one in a temporary folder, is reported under its next name."""
         if not self._host.leads or not isinstance(target, (str, os.PathLike)):
             return
         path = os.path.abspath(os.fspath(target))
-        if not (_CHECKPOINT.search(path) or holds_state(content)):
-            return
         self._watch_names()
-        self._newest = [*self._newest[1 - _MOST_FILES :], path]
+        is_data = not (_CHECKPOINT.search(path) or holds_state(content))
+        self._newest = [*self._newest[1 - _MOST_FILES :], (path, is_data)]
         if not any(map(_TEMPORARY.search, path.split(os.sep)[-2:])):
-            self._report(path)
+            self._report(path, is_data)
 
-    def _report(self, path: str) -> None:
-        self._host.saved(_step(os.path.basename(path)), path)
+    def _report(self, path: str, is_data: bool) -> None:
+        """Report a file. Predictions or rollouts are no checkpoint, even if their name has a step."""
+        self._host.saved(_step(os.path.basename(path)), path, is_data=is_data)
 
     def _watch_names(self) -> None:
         for name in ("replace", "rename"):
@@ -99,10 +96,10 @@ class WrittenFiles:
         if not isinstance(src, (str, os.PathLike)):
             return
         old, new = os.path.abspath(os.fspath(src)), os.path.abspath(os.fspath(dst))
-        moved = [path for path in self._newest if path == old or path.startswith(old + os.sep)]
-        self._newest = [path for path in self._newest if path not in moved]
-        for path in moved:
-            self._report(new + path[len(old) :])
+        moved = [one for one in self._newest if one[0] == old or one[0].startswith(old + os.sep)]
+        self._newest = [one for one in self._newest if one not in moved]
+        for path, is_data in moved:
+            self._report(new + path[len(old) :], is_data)
 
 
 def holds_state(value: Any, depth: int = _DEPTH) -> bool:

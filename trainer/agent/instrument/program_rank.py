@@ -162,24 +162,28 @@ class ProgramRank:
             self._cell.enter(self._slow[-1] if self._slow else _layout.FORWARD)
 
     @_safely
-    def saved(self, step: int, path: str, framework: str = "", *, late: bool = False) -> None:
+    def saved(
+        self, step: int, path: str, framework: str = "", *, late: bool = False, is_data: bool = False
+    ) -> None:  # fmt: skip
         """Report a finished checkpoint. `framework` is the adapter that saw the save; others may just be imported.
 
         A `late` report comes after further steps, so the parameters are no longer those that were saved.
         """
         self._cell.update(saved_step=max(int(step), self._cell.read_saved_step()))
-        self._append_save(step, path, "", framework, "" if late else self.describe_state(self.steps))
+        self._append_save(step, path, "", framework, "" if late else self.describe_state(self.steps), is_data)
 
     @_safely
     def save_failed(self, step: int, path: str, reason: str) -> None:
         """Report a checkpoint that could not be written."""
         self._append_save(step, path, reason or "failed")
 
-    def _append_save(self, step: int, path: str, failed: str, framework: str = "", state: str = "") -> None:
+    def _append_save(
+        self, step: int, path: str, failed: str, framework: str = "", state: str = "", is_data: bool = False
+    ) -> None:  # fmt: skip
         if not failed:
             self._after, self._losses = os.path.abspath(path), 0
         self._append({"step": int(step), "path": os.path.abspath(path), "failed": failed, "state": state,
-                      "frameworks": framework or self._cell.frameworks})  # fmt: skip
+                      "frameworks": framework or self._cell.frameworks, "is_data": is_data})  # fmt: skip
 
     @_safely
     def report_restore(self, agrees: bool) -> None:

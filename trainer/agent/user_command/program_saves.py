@@ -31,6 +31,7 @@ class ProgramSave:
     state: str = ""  # number of ranks and digests of this rank's parameters; empty: unknown
     frameworks: str = ""  # names that the program has imported, separated by commas
     time: float = 0.0
+    is_data: bool = False  # it seems to hold no state of a training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +82,7 @@ def parse_saves(rows: Iterable[dict[str, Any]]) -> list[ProgramSave]:
                 save = ProgramSave(
                     step=int(row["step"]), path=str(row["path"]), frameworks=str(row.get("frameworks", "")),
                     time=float(row["time"]), rank=int(row.get("rank", -1)), state=str(row.get("state", "")),
+                    is_data=bool(row.get("is_data")),
                 )  # fmt: skip
                 found.append(_in_layout(save))
     return found
@@ -105,8 +107,8 @@ def choose_adapter(saves: Sequence[ProgramSave]) -> str:
 def locate(saves: Sequence[ProgramSave], adapter: str = "") -> LearnedFolder | None:
     """Return where the program saves its checkpoints, or None if that is unclear.
 
-    A framework's first save is sufficient. `torch.save` may write anything, so two growing steps of one pattern in
-    files named like checkpoints are required.
+    A framework's first save is sufficient. `torch.save` may write anything, so two growing steps of one pattern are
+    required, in files that are named like checkpoints and hold the state of a training.
     """
     adapter = adapter or choose_adapter(saves)
     places = [place for save in saves if (place := _derive(save, adapter)) is not None]
@@ -124,7 +126,7 @@ def _derive(save: ProgramSave, adapter: str) -> tuple[CommandCheckpointsConfig, 
     # A file of one rank, or without a number, belongs to its folder.
     if adapter == PLAIN and (has_rank(path.name) or not _NUMBER.search(path.stem)):
         path = path.parent
-    if adapter == PLAIN and not _CHECKPOINT.search(path.name):
+    if adapter == PLAIN and (save.is_data or not _CHECKPOINT.search(path.name)):
         return None
     numbers = list(_NUMBER.finditer(path.name))
     step = save.step if adapter != PLAIN else parse_digits(numbers[-1][0]) if numbers else -1

@@ -25,6 +25,7 @@ from tests.orchestrator.cli.conftest import Patch, Seeds, Type
 FREE_TEXT = {
     "submit name", "ckpt import name", "ckpt pin note", "ckpt restore-test layouts", "ckpt restore-test tier",
     "logs rank", "events start", "nodes exclude why", "sweep axes", "sweep name", "debug limit",
+    "data prepare field",
 }  # fmt: skip
 """What nobody can know before it is typed."""
 

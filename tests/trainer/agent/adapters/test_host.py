@@ -44,7 +44,7 @@ def test_a_trainer_reports_and_the_libraries_that_it_uses_do_not(requests: Progr
 
 def test_a_save_names_the_adapter_whose_rules_apply(requests: ProgramRequests) -> None:
     requests.make_host("plain", 5).saved(7, "out/model_7.pt")
-    assert requests.rank.calls == [("saved", 7, "out/model_7.pt", "plain", False)]
+    assert requests.rank.calls == [("saved", 7, "out/model_7.pt", "plain", False, False)]
 
 
 def test_an_error_of_a_hook_disables_its_adapter_only(requests: ProgramRequests) -> None:

@@ -305,4 +305,5 @@ torch.save({"module.weight": torch.zeros(2)}, "step_8.pt")
 """
     program.run_text(server, f"import os; os.chdir({str(program.folder)!r})\n{text}")
     rows = [json.loads(line) for line in (program.folder / "saves.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [3, 4, 5, 7, 8], "6 has no names of parameters"
+    assert [row["step"] for row in rows if not row["is_data"]] == [3, 4, 5, 7, 8], "6 has no names of parameters"
+    assert [row["step"] for row in rows if row["is_data"]] == [1, 2, 6]

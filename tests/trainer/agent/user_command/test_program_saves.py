@@ -54,6 +54,15 @@ def trainer_checkpoint(out: Path, step: int) -> Path:
     return folder
 
 
+def test_data_does_not_show_where_checkpoints_are() -> None:
+    data = [ProgramSave(step=step, path=f"/o/rollout_iter_{step}.pt", is_data=True) for step in (1, 2, 3, 4)]
+    state = [ProgramSave(step=step, path=f"/c/model_iter_{step}.pt") for step in (2, 4)]
+    assert locate(data) is None
+    found = locate(sorted([*data, *state], key=lambda save: save.step))
+    assert found is not None
+    assert (found.config.path, found.config.pattern) == ("/c", "model_iter_*.pt")
+
+
 def test_a_folder_that_is_not_configured_is_watched_once_the_program_has_saved(tmp_path: Path, out: Path) -> None:
     """A checkpoint from before the run is not its own."""
     trainer_checkpoint(out, 99)

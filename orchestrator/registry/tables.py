@@ -206,15 +206,17 @@ def _decoder(kind: Any) -> Callable[[Any], Any] | None:
 
 
 @_build_once
-def _decoders(kind: type[Any]) -> list[tuple[str, Callable[[Any], Any]]]:
-    hints = typing.get_type_hints(kind)
-    return [(name, decode) for name in field_names(kind) if (decode := _decoder(hints[name])) is not None]
+def _decoders(kind: type[Any]) -> tuple[tuple[str, ...], list[tuple[str, Callable[[Any], Any]]]]:
+    """Return the names of a record's fields, and the decoders of those that are not stored unchanged."""
+    hints, names = typing.get_type_hints(kind), tuple(field_names(kind))
+    return names, [(name, decode) for name in names if (decode := _decoder(hints[name])) is not None]
 
 
 def make_record(kind: type[R], row: tuple[Any, ...]) -> R:
     """Return the record for a row that `selection` has read."""
-    values = dict(zip(field_names(kind), row, strict=True))
-    for name, decode in _decoders(kind):
-        if values[name] is not None:
-            values[name] = decode(values[name])
+    names, decoders = _decoders(kind)
+    values = dict(zip(names, row, strict=True))
+    for name, decode in decoders:
+        if (value := values[name]) is not None:
+            values[name] = decode(value)
     return kind(**values)

@@ -17,30 +17,38 @@ def build(kind: type[T], value: Any) -> T:
     """Build a dataclass, including nested dataclasses. Unknown keys are ignored. Raises ValueError or TypeError."""
     if not isinstance(value, Mapping):
         raise TypeError(f"{kind.__name__}: not an object: {value!r:.60}")
-    hints = _find_types(typing.cast(Any, kind))
-    # In field order, so that the first error is always the same.
-    names = [one.name for one in fields(typing.cast(Any, kind)) if one.name in value]
-    return kind(**{name: _convert(hints[name], value[name]) for name in names})
-
-
-def _convert(annotation: Any, value: Any) -> Any:
-    if is_dataclass(annotation):
-        return build(typing.cast(type, annotation), value)
-    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin in (tuple, list):
-        return origin(_convert(inner[0], item) for item in value)
-    if isinstance(origin, type) and issubclass(origin, Mapping):
-        return {key: _convert(inner[1], item) for key, item in value.items()}
-    if origin in (typing.Union, types.UnionType):
-        return None if value is None else _convert(next(one for one in inner if one is not type(None)), value)
-    if isinstance(annotation, type) and issubclass(annotation, Enum):
-        return annotation(value)
-    return float(value) if annotation is float else value
+    converters = _find_converters(typing.cast(Any, kind))
+    return kind(**{name: convert(value[name]) for name, convert in converters if name in value})
 
 
 @functools.cache  # evaluating all annotations is slow
-def _find_types(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
+def _find_converters(kind: type) -> list[tuple[str, Callable[[Any], Any]]]:
+    """Return the conversion of each field, in field order, so that the first error is always the same."""
+    hints = typing.get_type_hints(kind)
+    return [(one.name, _make_converter(hints[one.name])) for one in fields(typing.cast(Any, kind))]
+
+
+@functools.cache
+def _make_converter(annotation: Any) -> Callable[[Any], Any]:
+    if isinstance(annotation, type) and is_dataclass(annotation):
+        return functools.partial(build, annotation)
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (tuple, list):
+        convert_item = _make_converter(inner[0])
+        return lambda items: origin(map(convert_item, items))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        convert_value = _make_converter(inner[1])
+        return lambda found: {key: convert_value(item) for key, item in found.items()}
+    if origin in (typing.Union, types.UnionType):
+        convert = _make_converter(next(one for one in inner if one is not type(None)))
+        return lambda value: None if value is None else convert(value)
+    if isinstance(annotation, type) and issubclass(annotation, Enum) or annotation is float:
+        return typing.cast(Callable[[Any], Any], annotation)
+    return _unchanged
+
+
+def _unchanged(value: Any) -> Any:
+    return value
 
 
 def _type_reader(kind: type) -> Callable[[object], Any]:

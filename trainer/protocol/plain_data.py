@@ -44,10 +44,10 @@ def _make_converter(annotation: Any) -> Callable[[Any], Any]:
         return lambda value: None if value is None else convert(value)
     if isinstance(annotation, type) and issubclass(annotation, Enum) or annotation is float:
         return typing.cast(Callable[[Any], Any], annotation)
-    return _unchanged
+    return _keep
 
 
-def _unchanged(value: Any) -> Any:
+def _keep(value: Any) -> Any:
     return value
 
 

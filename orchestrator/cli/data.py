@@ -89,7 +89,10 @@ def mix(screen: Screen, folders: tuple[str, ...], out: Path) -> None:
     from trainer.protocol.token_shards import TokensError
 
     try:
-        weights = dict(map(_parse_weighted, folders))
+        pairs = list(map(_parse_weighted, folders))
+        weights = dict(pairs)
+        if len(weights) < len(pairs):
+            raise TokensError("a folder is named twice: give it the sum of its weights")
         index = mix_folders(weights, out)
     except TokensError as error:
         raise ConfigError(str(error), where="command line: FOLDER=WEIGHT", hint="orch data mix -h") from error

@@ -65,9 +65,12 @@ def mix_folders(weights: Mapping[Path, float], out: Path) -> TokenIndex:
     `weights` are the folders' shares of the sequences, relative to each other. Raises TokensError and OSError.
     """
     folders = {folder.resolve(): TokenIndex.read(folder) for folder in weights}
-    if len(names := {index.tokenizer for index in folders.values()}) > 1:
-        told = ", ".join(sorted(name or "bytes" for name in names))
+    if len(folders) < len(weights):
+        raise TokensError("a folder is named twice: give it the sum of its weights")
+    if len({index.tokenizer_digest for index in folders.values()}) > 1:
+        told = ", ".join(f"{folder} {index.tokenizer or 'bytes'}" for folder, index in folders.items())
         raise TokensError(f"the folders have different tokenizers: {told}")
+    first = next(iter(folders.values()))
     if nested := [str(folder) for folder, index in folders.items() if index.parts]:
         raise TokensError(f"{nested[0]} is a mixture itself: name its folders")
     parts = tuple(
@@ -80,7 +83,8 @@ def mix_folders(weights: Mapping[Path, float], out: Path) -> TokenIndex:
         vocab_size=max(one.vocab_size for one in folders.values()),
         fingerprint=hashlib.blake2b(canonical([SCHEMA, "mixture", content]), digest_size=32).hexdigest(),
         sources=sum(one.sources for one in folders.values()), skipped=sum(one.skipped for one in folders.values()),
-        is_masked=any(one.is_masked for one in folders.values()), tokenizer=names.pop(),
+        is_masked=any(one.is_masked for one in folders.values()), tokenizer=first.tokenizer,
+        tokenizer_digest=first.tokenizer_digest,
     )  # fmt: skip
     out.parent.mkdir(parents=True, exist_ok=True)
     with _temporary_folder(out.parent) as temporary:
@@ -220,6 +224,9 @@ class _ShardWriter:
         if trained is not None and not self._is_masked:
             raise TokensError("has documents with and without an untrained part: separate them into files")
         bit = MASK_BITS[self._dtype]
+        largest = bit if self._is_masked or self._dtype == "int32" else 2 * bit
+        if max(tokens) >= largest:
+            raise TokensError(f"token {max(tokens)} is outside the tokenizer's vocabulary")
         numbers = (
             tokens
             if trained is None
@@ -268,4 +275,5 @@ class _ShardWriter:
             skipped=skipped,
             is_masked=self._is_masked,
             tokenizer=tokenizer.name,
+            tokenizer_digest=tokenizer.digest,
         )

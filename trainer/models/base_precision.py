@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trainer.parallel.apply.gradient_buckets import like_own_part, own_part
+from trainer.parallel.apply.mesh import Layout
 from trainer.worker.workload import WorkloadError
 
 _BLOCK, _MOST_SCALES = 64, 256
@@ -64,8 +65,11 @@ def quantize_layers(layers: Iterable[nn.Module], kind: str) -> int:
 
 def quantize(weight: Tensor, like: Tensor) -> Any:
     """Quantize a whole weight as the parameter `like` is. Shape [outputs, inputs]."""
-    kind = "nf4" if type(own_part(like)).__name__.startswith("NF4") else "int8"
-    return QUANTIZERS[kind](weight.to(torch.float32))
+    return QUANTIZERS["nf4" if _is_nf4(like) else "int8"](weight.to(torch.float32))
+
+
+def _is_nf4(weight: Tensor) -> bool:
+    return type(own_part(weight)).__name__.startswith("NF4")
 
 
 def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
@@ -79,6 +83,23 @@ def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
     inner = {name: torch.empty_like(getattr(part, name), device=device) for name in names}
     made = type(part).__tensor_unflatten__(inner, context, part.shape, part.stride())
     return like_own_part(made, tensor)
+
+
+def keep_whole(model: nn.Module, layout: Layout, dtype: torch.dtype) -> list[nn.Parameter]:
+    """Return the quantized weights if no ranks share them: FSDP2 of torch 2.13 fails to gather them from one rank.
+
+    Their results have `dtype`, to which FSDP would cast the scales of int8.
+    """
+    if layout.fsdp.size(layout.fsdp.ndim - 1) > 1:
+        return []
+    found = []
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is not None and is_quantized(weight):
+            if not _is_nf4(weight):  # which takes the type of its input
+                module.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
+            found.append(module.get_parameter("weight"))
+    return found
 
 
 def check_rows(model: nn.Module) -> None:

@@ -40,8 +40,8 @@ from trainer.models.lora_export import (
 )
 from trainer.models.pretrained_weights import is_adapter
 from trainer.models.weights_import import PROVENANCE, PROVENANCE_SCHEMA, TORCH_FILE, ImportSource
-from trainer.protocol.config import HF_WORKLOAD, JobConfig
-from trainer.worker.saved_state.checkpoint_contents import SHARED_NAMES, buffers_name
+from trainer.protocol.config import JobConfig
+from trainer.worker.saved_state.checkpoint_contents import SHARED_NAMES, buffers_name, trained_keys
 from trainer.worker.saved_state.object_state import decode
 from trainer.worker.saved_state.optimizer_state import PREFIXES
 
@@ -131,7 +131,7 @@ def export(
             nest = _make_nest(source, request)
             done = write_torch(source, wanted, draft, name=TORCH_FILE, nest=nest, progress=progress)
         else:
-            merged = MergedModel(source, request.config) if is_merge(request) and request.config else None
+            merged = MergedModel(source, request.config) if is_merge(source, request) and request.config else None
             wanted = _merged_names(merged, request) if merged else _safetensors_names(source, request)
             given = merged or SplitExperts(source)
             done = write_safetensors(given, wanted, draft, largest=request.largest, progress=progress)
@@ -146,7 +146,6 @@ def export(
                 write_json(draft / "config.json", described)
             elif request.config is not None and (theirs := _own_description(source, request)):
                 write_json(draft / "config.json", theirs)
-            if request.config is not None and request.config.workload.target == HF_WORKLOAD:
                 _copy_tokenizer(Path(str(request.config.workload.args["name_or_path"])).expanduser(), draft)
         provenance = _provenance(source, request, wanted, done)
         write_json(draft / PROVENANCE, provenance)
@@ -164,20 +163,19 @@ def _copy_tokenizer(model: Path, folder: Path) -> None:
 def _own_description(source: SealedCheckpoint, request: ExportRequest) -> dict[str, Any] | None:
     """Return `config.json` for a model of `workload: hf`, as the run began with it, or None for another model."""
     assert request.config is not None
-    if request.config.workload.target != HF_WORKLOAD:
-        return None
     states = source.manifest.extra.get("rank_state") or [{}]
     state = states[0].get("workload")
-    saved = decode(state["value"], {}, {}).get(CONFIG_STATE) if state else None
-    if saved is None:
+    found = decode(state["value"], {}, {}) if state and "name_or_path" in request.config.workload.args else None
+    saved = found.get(CONFIG_STATE) if isinstance(found, dict) else None
+    if not isinstance(saved, str):
         return None
     settings = request.config.workload.args.get("settings") or {}
     return {**json.loads(saved), **settings, "dtype": request.dtype or "float32"}
 
 
-def is_merge(request: ExportRequest) -> bool:
+def is_merge(source: SealedCheckpoint, request: ExportRequest) -> bool:
     """Return whether adapters are merged into their base model."""
-    return request.to == "safetensors" and has_adapters(request.config)
+    return request.to == "safetensors" and has_adapters(source, request.config)
 
 
 def _merged_names(merged: MergedModel, request: ExportRequest) -> list[ExportedTensor]:
@@ -211,8 +209,11 @@ def _safetensors_names(source: SealedCheckpoint, request: ExportRequest) -> list
             )
         return list(_expert_by_expert(source, {theirs[name]: model[name] for name in theirs}, request))
     if request.to == "peft":
-        if not has_adapters(request.config):
+        if not has_adapters(source, request.config):
             raise CheckpointRefused(source.manifest.name, "has no LoRA adapters: use --to safetensors")
+        if head := [name for name in model if not is_adapter(name) and model[name] in trained_keys(source.index)]:
+            why = f"has {head[0]} beside its adapters, a new head, which the files of peft would lose"
+            raise CheckpointRefused(source.manifest.name, f"{why}: use --to safetensors")
         return [
             ExportedTensor(key=key, name=adapter_name(name), dtype=_dtype(source, key, request))
             for name, key in model.items()

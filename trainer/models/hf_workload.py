@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from trainer.models.base_precision import PRECISIONS, QUANTIZERS, check_rows, empty_like, quantize_layers
+from trainer.models.base_precision import PRECISIONS, QUANTIZERS, check_rows, empty_like, keep_whole, quantize_layers
 from trainer.models.llama import summed_cross_entropy
 from trainer.models.lora import add_adapters, check_settings, fill_adapters
 from trainer.models.pretrained_weights import (
@@ -89,7 +89,7 @@ class HfWorkload(BaseWorkload):
         self._weights: Weights | WorkloadError = WorkloadError("the weights were not looked for")
         self._sources: dict[str, str] = {}
         self._description: dict[str, Any] = {}
-        self.lora, self.base = None if lora is None else dict(lora), base or config.train.dtype
+        self.lora, self.base = lora, base or config.train.dtype
         self._check_lora(base)
         if task != "causal-lm" and type(self).build_data is HfWorkload.build_data:
             raise WorkloadError(
@@ -187,9 +187,7 @@ class HfWorkload(BaseWorkload):
     def _freeze(self, model: nn.Module, lora: Mapping[str, Any]) -> None:
         """Add adapters, and quantize the layers that they are in."""
         head = new_head(model, self._find_sources(model, Weights.find(self.name_or_path)))
-        add_adapters(model, lora)
-        for name in head:
-            model.get_parameter(name).requires_grad_(True)
+        add_adapters(model, lora, head)
         if self.base in QUANTIZERS and not quantize_layers(find_layers(model), self.base):
             raise WorkloadError(f"workload.args.base={self.base}: {type(model).__name__} has no layers of nn.Linear")
 
@@ -206,7 +204,9 @@ class HfWorkload(BaseWorkload):
         else:
             self._match_weights(model, layout)
         try:
-            apply_data_parallel(find_layers(model), model, layout, self.config, mixed_precision(self.config))
+            policy = mixed_precision(self.config)
+            whole = keep_whole(model, layout, policy.param_dtype or torch.float32)
+            apply_data_parallel(find_layers(model), model, layout, self.config, policy, whole)
         except CannotShard as error:
             raise WorkloadError(str(error)) from error
         if self.pretrained:

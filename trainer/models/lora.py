@@ -1,7 +1,9 @@
 """LoRA (Hu et al. 2021) for `workload: hf`: trained adapters of peft beside a frozen base model."""
 
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ _WHERE = "workload.args.lora"
 
 def check_settings(settings: Mapping[str, Any]) -> None:
     """Raise WorkloadError for a setting that is unknown, or would train or change the base model."""
+    if not isinstance(settings, Mapping):
+        raise WorkloadError(f"{_WHERE}={settings}: must be a mapping, such as {{r: 16}}")
     for name in settings:
         if name not in SETTINGS:
             raise WorkloadError(f"{_WHERE}.{name}: must be one of {', '.join(SETTINGS)}")
@@ -29,14 +33,27 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         raise WorkloadError(f"{_WHERE}.r={rank}: must be a whole number above 0")
 
 
-def add_adapters(model: nn.Module, settings: Mapping[str, Any]) -> None:
-    """Add adapters in float32 and freeze everything else. Raises WorkloadError if no module matches."""
-    peft = library("peft")
+def add_adapters(model: nn.Module, settings: Mapping[str, Any], head: Collection[str] = ()) -> None:
+    """Add adapters in float32 and freeze everything except the parameters of a new head, which gets none.
+
+    Raises WorkloadError if no module matches.
+    """
+    peft, excluded = library("peft"), settings.get("exclude_modules") or []
+    if head and not isinstance(excluded, str):
+        settings = {**settings, "exclude_modules": [*excluded, *{name.rpartition(".")[0] for name in head}]}
     try:
         config = peft.LoraConfig(**settings)
         peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
-    except (ValueError, TypeError) as error:
-        raise WorkloadError(f"{_WHERE}: {' '.join(str(error).split())}") from error
+    except (ValueError, TypeError, AttributeError, re.error) as error:
+        raise WorkloadError(f"{_WHERE}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+    shared = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if ".base_layer." in name and shared[id(parameter)] > 1:
+            raise WorkloadError(
+                f"{_WHERE}.target_modules: {name.partition('.base_layer.')[0]} has tied weights: leave it out"
+            )
+    for name in head:
+        model.get_parameter(name).requires_grad_(True)
     for name, parameter in list(model.named_parameters()):
         if is_adapter(name):
             owner, _, last = name.rpartition(".")

@@ -14,7 +14,7 @@ from trainer.models.hf_workload import HfWorkload
 from trainer.models.lora import ADAPTER, adapted_modules
 from trainer.models.pretrained_weights import Weights, find_sources, is_adapter, plain_name, tensors_to_load
 from trainer.parallel.apply.frozen_base import FROZEN_BASE
-from trainer.protocol.config import HF_WORKLOAD, JobConfig
+from trainer.protocol.config import JobConfig
 from trainer.worker import workload as workloads
 from trainer.worker.workload import WorkloadError
 
@@ -22,9 +22,9 @@ _MODEL = "model/"
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
-def has_adapters(config: JobConfig | None) -> bool:
-    """Return whether the checkpoints of this configuration have only adapters."""
-    return config is not None and config.workload.target == HF_WORKLOAD and "lora" in config.workload.args
+def has_adapters(source: SealedCheckpoint, config: JobConfig | None) -> bool:
+    """Return whether a checkpoint has only adapters, and perhaps a new head."""
+    return config is not None and FROZEN_BASE in source.manifest.extra and "lora" in config.workload.args
 
 
 def adapter_name(name: str) -> str:
@@ -51,7 +51,8 @@ class MergedModel:
         self._source = source
         self.fingerprints: Mapping[str, str] = {}
         try:
-            made = workloads.build(config)
+            with workloads.users_code(f"making {config.workload.target}"):
+                made = workloads.build(config)
             assert isinstance(made, HfWorkload)
             self._base, self._model = made.base, made.build_model()
             self._weights = Weights.find(made.name_or_path)

@@ -58,6 +58,7 @@ class TokenIndex:
     """Whether the highest bit of a number says that its token is not trained."""
     tokenizer: str = ""
     """Folder or name of the tokenizer; empty: bytes."""
+    tokenizer_digest: str = ""
     parts: tuple[MixedFolder, ...] = ()
     """Folders of a mixture, which has no shards of its own."""
 

@@ -117,6 +117,29 @@ def test_each_row_of_json_lines_is_a_document(tmp_path, name):
     assert other.fingerprint == index.fingerprint
 
 
+def test_a_json_file_is_rows_if_it_is_an_array_of_objects_and_text_otherwise(tmp_path):
+    (tmp_path / "a.json").write_text(f" {json.dumps(ROWS)}")
+    rows = shard_writer.prepare([tmp_path / "a.json"], tmp_path / "out")
+    lines = shard_writer.prepare([write_lines(tmp_path / "A.JSONL.gz", ROWS)], tmp_path / "lines")
+    assert rows.fingerprint == lines.fingerprint
+    (tmp_path / "b.json").write_text("[1]")
+    shard_writer.prepare([tmp_path / "b.json"], tmp_path / "text")
+    assert numbers(tmp_path / "text") == [*b"[1]", SEPARATOR]
+
+
+def test_halves_of_characters_and_missing_texts_are_no_error(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a\\ud83d"}\n{"text": null}\n')
+    shard_writer.prepare([tmp_path / "a.jsonl"], tmp_path / "out")
+    assert numbers(tmp_path / "out") == [97, *"\ufffd".encode(), SEPARATOR]
+
+
+@pytest.mark.parametrize("data", [gzip.compress(b'{"text": "a"}\n' * 99)[:-9], b"no gzip"])
+def test_a_damaged_archive_is_told(tmp_path, data):
+    (tmp_path / "a.jsonl.gz").write_bytes(data)
+    with pytest.raises(TokensError, match="a.jsonl.gz: cannot be read to its end"):
+        shard_writer.prepare([tmp_path / "a.jsonl.gz"], tmp_path / "out")
+
+
 def test_files_at_a_url_are_read_like_local_ones(text, tmp_path):
     local = shard_writer.prepare([text], tmp_path / "out")
     system = fsspec.filesystem("memory")
@@ -163,13 +186,16 @@ def test_a_mixture_refers_to_its_folders(text, tmp_path):
         ([{"text": "a"}, ["b"]], "row 2: must be an object, is a list"),
         ([{"messages": [{"role": "user", "content": "a"}]}], "chats need a tokenizer with a chat template"),
         ([{"text": "a"}, {"prompt": "a", "completion": "b"}], "separate them into files"),
+        ([{"messages": ["a"]}], "row 1: message 1 must be an object with role and content"),
+        ([{"messages": [{"role": "user", "content": [{"text": "a"}]}]}], "the content of message 1 must be text"),
+        ([{"prompt": [], "completion": []}], "prompt and completion must be text; give chats as messages"),
     ],
 )
 def test_rows_that_are_no_documents_are_told_with_their_place(tmp_path, rows, told):
     with pytest.raises(TokensError, match=f"a.jsonl.*{told}"):
         shard_writer.prepare([write_lines(tmp_path / "a.jsonl", rows)], tmp_path / "out")
     (tmp_path / "b.jsonl").write_text("{")
-    with pytest.raises(TokensError, match="b.jsonl: is not JSON lines"):
+    with pytest.raises(TokensError, match="b.jsonl: is not JSON: Expecting"):
         shard_writer.prepare([tmp_path / "b.jsonl"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

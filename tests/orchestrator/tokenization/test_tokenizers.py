@@ -72,7 +72,7 @@ def test_what_would_train_the_wrong_words_is_refused(found: dict[str, Any], kind
 class LargeVocabulary:
     """Tokenizer with more tokens than 16 bits hold."""
 
-    name, vocab_size = "large", 200_000
+    name, vocab_size, digest = "large", 200_000, "of large"
 
     def encode(self, documents: Sequence[Document]) -> Iterator[Encoded]:
         for one in documents:

@@ -45,7 +45,8 @@ EXACT, ROUNDED = 1e-5, 3e-2
 LORA_CASES = [
     ("fsdp", "float32", None, EXACT, 0.5), ("ddp", "float32", "int8", EXACT, 0.41),
     ("fsdp", "float32", "nf4", EXACT, 0.16), ("fsdp", "float32", "bfloat16", ROUNDED, 0.26),
-    ("fsdp", "bfloat16", "int8", ROUNDED, 0.21),
+    ("fsdp", "bfloat16", "int8", ROUNDED, 0.21), ("ddp", "bfloat16", "nf4", ROUNDED, 0.31),
+    ("ddp", "bfloat16", "int8", ROUNDED, 0.41),
 ]  # fmt: skip
 """Strategy, `train.dtype`, `base`, the bound for gradients, and the most of the base's float32 bytes on a rank."""
 

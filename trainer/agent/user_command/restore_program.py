@@ -9,6 +9,7 @@ program means a pass, 7 a bad checkpoint, 75 no result. Any other exit code is a
 nothing about the checkpoint.
 """
 
+import fcntl
 import os
 import shutil
 import signal
@@ -39,13 +40,18 @@ from trainer.protocol.run_dir import AttemptDir, RunDir
 
 BAD = 7
 """Exit code with which a program reports a bad checkpoint; orch's own commands use it too."""
+_SCRATCH, _LOCK = "orch-restore-test-", "held"
+"""Beginning of the names of tests' folders, and the file in each that its process locks."""
 _NOT_STARTED = {126: "the program cannot be executed", 127: "no such program"}
 _READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
 
 
 def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, _stop)
-    scratch = Path(tempfile.mkdtemp(prefix="orch-restore-test-", dir=find_scratch_place()))
+    place = find_scratch_place()
+    delete_leftovers(Path(place))
+    scratch = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=place))
+    held = hold(scratch)
     try:
         return run_test(arguments, scratch)
     except Stopped as error:
@@ -53,6 +59,7 @@ def main(arguments: list[str]) -> int:
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         delete(scratch)
+        os.close(held)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.kill(os.getpid(), number)
     return ExitCode.RETRY  # not reached: the signal ends the process
@@ -76,6 +83,27 @@ def find_scratch_place() -> str:
     covered = [os.path.realpath(path) for path in (os.getcwd(), os.path.expanduser("~"), checkpoint.parent)]
     place = os.path.realpath(tempfile.gettempdir())
     return "/tmp" if any(Path(place).is_relative_to(folder) for folder in covered) else place  # noqa: S108
+
+
+def hold(scratch: Path) -> int:
+    """Lock a test's folder until this process ends, and return the descriptor. Raises OSError."""
+    held = os.open(scratch / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return held
+
+
+def delete_leftovers(place: Path) -> None:
+    """Delete the folders of this user's earlier tests that were killed, which no process holds."""
+    for scratch in place.glob(f"{_SCRATCH}*"):
+        with suppress(OSError):  # one without a lock is just being made, or it is another user's
+            if scratch.stat().st_uid != os.geteuid():
+                continue
+            found = os.open(scratch / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                delete(scratch)
+            finally:
+                os.close(found)
 
 
 def delete(scratch: Path) -> None:

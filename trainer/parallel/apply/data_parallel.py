@@ -1,6 +1,6 @@
 """Data parallelism: FSDP2 or plain replicas, refusal of unsupported models, and comparison of replicas."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -148,11 +148,13 @@ def apply(model: Any, layout: Layout, config: JobConfig) -> None:
 
 
 def apply_data_parallel(
-    units: Sequence[nn.Module], model: nn.Module, layout: Layout, config: JobConfig, policy: MixedPrecisionPolicy
-) -> None:
+    units: Sequence[nn.Module], model: nn.Module, layout: Layout, config: JobConfig, policy: MixedPrecisionPolicy,
+    whole: Collection[nn.Parameter] = (),
+) -> None:  # fmt: skip
     """Wrap `units` of `model`, or the units chosen by `parallel.fsdp.wrap`, then the whole model. Raises CannotShard.
 
-    Replicas in float32 (DDP) stay plain modules, whose gradients `GradientSync` averages.
+    Replicas in float32 (DDP) stay plain modules, whose gradients `GradientSync` averages. `whole` are frozen parameters
+    that each rank keeps as they are.
     """
     refuse_modules(model)
     if config.parallel.has_plain_replicas(config.train.dtype):
@@ -164,7 +166,8 @@ def apply_data_parallel(
     for module in (*units, model):
         if not isinstance(module, FSDPModule):  # shared experts are already wrapped, on their own mesh
             copy_views(module)
-            fully_shard(module, mesh=layout.fsdp, **fsdp_options(layout, config, policy))
+            options = fsdp_options(layout, config, policy)
+            fully_shard(module, mesh=layout.fsdp, ignored_params=set(whole) or None, **options)
     before.copy_attributes(model)
     if depth := config.parallel.fsdp.prefetch:
         _prefetch([unit for unit in units if isinstance(unit, FSDPModule)], depth)

@@ -16,7 +16,15 @@ from tests.trainer.agent.coordination.test_requests import Desk
 from trainer.agent.user_command.checkpoints import find
 from trainer.agent.user_command.opened_files import OpenedFiles
 from trainer.agent.user_command.private_view import NAMESPACES
-from trainer.agent.user_command.restore_program import Report, can_unshare, delete, find_fault, judge_trial
+from trainer.agent.user_command.restore_program import (
+    Report,
+    can_unshare,
+    delete,
+    delete_leftovers,
+    find_fault,
+    hold,
+    judge_trial,
+)
 from trainer.agent.user_command.restored_states import RestoredRanks, compare_losses
 from trainer.agent.user_command.sealing import SealWork
 from trainer.agent.user_command.trial import Trial, has_opened, read_trial, trial_file
@@ -99,6 +107,17 @@ def test_newer_checkpoints_are_hidden_and_pointers_name_the_tested_one(tmp_path:
     assert (folder / "latest").read_text() == "step-20\n"
     assert os.readlink(folder / "last") == "step-20"
     assert (folder / "last_step.txt").read_text() == "20"
+
+
+def test_folders_of_killed_tests_are_deleted_and_those_of_others_kept(tmp_path: Path) -> None:
+    for name in ("killed", "lives", "begins"):
+        (tmp_path / f"orch-restore-test-{name}" / "0" / "upper").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    os.close(hold(tmp_path / "orch-restore-test-killed"))
+    held = hold(tmp_path / "orch-restore-test-lives")
+    delete_leftovers(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["orch-restore-test-begins", "orch-restore-test-lives", "other"]
+    os.close(held)
 
 
 def test_damage_is_found_by_the_seal(tmp_path: Path) -> None:

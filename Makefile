@@ -24,7 +24,7 @@ $(READY): pyproject.toml constraints.txt
 	  echo "error: $(PYTHON) is older than 3.11. Name a newer one: make $(MAKECMDGOALS) PYTHON=python3.11"; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 	  echo "error: $(PYTHON) has no venv module. Install it: apt-get install python3-venv"; exit 1; }
-	@echo "setting up $(VENV) (once; less than a minute)"
+	@echo "setting up $(VENV) (once; about a minute)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@# Compiling all modules takes two thirds of the time; Python compiles those that are imported.
 	@PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q --no-compile -e .

@@ -49,7 +49,7 @@ def prepare(screen: Screen, paths: tuple[str, ...], out: Path, tokenizer: str, f
         try:
             index = shard_writer.prepare(paths, out, meter, tokenizer=load_tokenizer(tokenizer), field=field)
         except TokensError as error:
-            raise ConfigError(str(error), where=f"command line: --out {out}", hint="orch data prepare -h") from error
+            raise ConfigError(str(error), where="orch data prepare", hint="orch data prepare -h") from error
     seconds = time.monotonic() - started
     answer = {
         "path": str(out), "tokens": index.tokens, "shards": len(index.shards), "dtype": index.dtype,
@@ -89,15 +89,12 @@ def mix(screen: Screen, folders: tuple[str, ...], out: Path) -> None:
     from trainer.protocol.token_shards import TokensError
 
     try:
-        pairs = list(map(_parse_weighted, folders))
-        weights = dict(pairs)
-        if len(weights) < len(pairs):
-            raise TokensError("a folder is named twice: give it the sum of its weights")
+        weights = list(map(_parse_weighted, folders))
         index = mix_folders(weights, out)
     except TokensError as error:
         raise ConfigError(str(error), where="command line: FOLDER=WEIGHT", hint="orch data mix -h") from error
-    total = sum(weights.values())
-    shares = ", ".join(f"{folder} {weight / total:.1%}" for folder, weight in weights.items())
+    total = sum(weight for _, weight in weights)
+    shares = ", ".join(f"{folder} {weight / total:.1%}" for folder, weight in weights)
     answer = {
         "path": str(out), "tokens": index.tokens, "fingerprint": index.fingerprint,
         "folders": [{"path": part.path, "share": part.weight / total} for part in index.parts],

@@ -325,6 +325,7 @@ _FOLDERS: dict[keys.Path, Callable[[str], bool]] = {
     ("cluster", "templates"): lambda name: "/" in name,
     ("data", "path"): bool,
     ("data", "text"): lambda name: name not in validation.KNOWN_TEXTS and "://" not in name,
+    ("data", "tokenizer"): lambda name: name.startswith(("./", "../")),  # others may be names in the hub's cache
     ("secrets_file",): bool,
     ("workload", "path"): lambda name: True,
 }

@@ -37,6 +37,11 @@ class Document:
     """Tools that a chat's template describes."""
 
     @property
+    def size(self) -> int:
+        """Number of characters."""
+        return len(self.text) + sum(len(str(message.get("content") or "")) for message in self.messages or ())
+
+    @property
     def has_mask(self) -> bool:
         """Whether documents of this kind are trained in part."""
         return self.untrained is not None or self.messages is not None

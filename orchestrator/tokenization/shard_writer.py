@@ -6,7 +6,7 @@ import secrets
 import shutil
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -59,12 +59,12 @@ def prepare_under(
         return out, _place(index, temporary, out)
 
 
-def mix_folders(weights: Mapping[Path, float], out: Path) -> TokenIndex:
+def mix_folders(weights: Sequence[tuple[Path, float]], out: Path) -> TokenIndex:
     """Write a mixture of token folders, which refers to them. Keep `out` if it already is the same mixture.
 
     `weights` are the folders' shares of the sequences, relative to each other. Raises TokensError and OSError.
     """
-    folders = {folder.resolve(): TokenIndex.read(folder) for folder in weights}
+    folders = {folder.resolve(): TokenIndex.read(folder) for folder, _ in weights}
     if len(folders) < len(weights):
         raise TokensError("a folder is named twice: give it the sum of its weights")
     if len({index.tokenizer_digest for index in folders.values()}) > 1:
@@ -75,7 +75,7 @@ def mix_folders(weights: Mapping[Path, float], out: Path) -> TokenIndex:
         raise TokensError(f"{nested[0]} is a mixture itself: name its folders")
     parts = tuple(
         MixedFolder(path=str(folder), weight=weight, fingerprint=index.fingerprint)
-        for (folder, index), weight in zip(folders.items(), weights.values(), strict=True)
+        for (folder, index), (_, weight) in zip(folders.items(), weights, strict=True)
     )
     content = [[part.fingerprint, part.weight] for part in parts]
     index = TokenIndex(
@@ -148,16 +148,28 @@ def _add_files(
     writer: "_ShardWriter", files: Sequence[SourceFile], tokenizer: Tokenizer, field: str, progress: Progress | None
 ) -> int:
     """Write the documents of all files; return the number of files that have some."""
-    total, done, read = sum(file.size for file in files), 0, 0
-    for file in files:
-        if isinstance(tokenizer, ByteTokenizer) and file.is_text:  # of any size, in little memory
-            used = writer.add_bytes(file.text())
-        else:
-            used = sum(_add_documents(writer, tokenizer, some, file) for some in _groups(file.documents(field)))
-        read += used > 0
-        done += file.size
+    total, before, read = sum(file.size for file in files), 0, 0
+
+    def report(place: int, size: int) -> None:
         if progress is not None:
-            progress(done, total)
+            progress(before + min(place, size), total)
+
+    for file in files:
+        used = place = 0
+        if isinstance(tokenizer, ByteTokenizer) and file.is_text:  # of any size, in little memory
+            for chunk in file.text():
+                used = place = writer.add_bytes(chunk) + place
+                report(place, file.size)
+            writer.end_bytes(used)
+        else:
+            for some in _groups(file.documents(field)):
+                used += _add_documents(writer, tokenizer, some, file)
+                place += sum(one.size for one in some)
+                report(place, file.size)
+        read += used > 0
+        before += file.size
+        if place < file.size:
+            report(0, 0)
     return read
 
 
@@ -172,7 +184,7 @@ def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
     group, size = list[Document](), 0
     for one in documents:
         group.append(one)
-        size += len(one.text)
+        size += one.size
         if len(group) == _TOGETHER or size >= _TEXT_TOGETHER:
             yield group
             group, size = [], 0
@@ -207,17 +219,17 @@ class _ShardWriter:
         self._tokens = 0
         self._digest = hashlib.blake2b(digest_size=32)
 
-    def add_bytes(self, chunks: Iterable[bytes]) -> int:
-        """Write a document whose bytes are its tokens; return its length."""
-        length = 0
-        for text in chunks:
-            widened = bytearray(self._itemsize * len(text))
-            widened[:: self._itemsize] = text
-            self._append(widened)
-            length += len(text)
+    def add_bytes(self, text: bytes) -> int:
+        """Write a part of a document whose bytes are its tokens; return its length."""
+        widened = bytearray(self._itemsize * len(text))
+        widened[:: self._itemsize] = text
+        self._append(widened)
+        return len(text)
+
+    def end_bytes(self, length: int) -> None:
+        """End such a document, unless it is empty."""
         if length:
             self._append(SEPARATOR.to_bytes(self._itemsize, "little"))
-        return length
 
     def add_tokens(self, tokens: Sequence[int], trained: Sequence[bool] | None) -> None:
         """Write a document. Raises TokensError for one that is trained in part, if the first one of its file is not."""

@@ -36,7 +36,7 @@ class ByteTokenizer:
     def encode(self, documents: Sequence[Document]) -> Iterator[Encoded]:
         for one in documents:
             if one.messages is not None:
-                raise TokensError("chats need a tokenizer with a chat template: --tokenizer FOLDER")
+                raise TokensError("chats need a tokenizer with a chat template: --tokenizer FOLDER, or data.tokenizer")
             tokens = [*one.text.encode(), SEPARATOR]
             hidden = len(one.text[: one.untrained or 0].encode())
             yield tokens, [place >= hidden for place in range(len(tokens))] if one.has_mask else None
@@ -50,9 +50,11 @@ class HubTokenizer:
         try:
             transformers: Any = importlib.import_module("transformers")
         except ImportError as error:
-            raise TokensError(f"--tokenizer needs transformers: pip install 'transformers>=5' ({error})") from error
+            raise TokensError(f"a tokenizer needs transformers: pip install 'transformers>=5' ({error})") from error
+        folder = Path(name).expanduser()
+        self.name = str(folder.resolve()) if folder.is_dir() else name
         try:
-            self._tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+            self._tokenizer = transformers.AutoTokenizer.from_pretrained(self.name)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TokensError(f"no tokenizer in {name}: {(str(error) or repr(error)).splitlines()[0]}") from error
         if not self._tokenizer.is_fast:
@@ -60,8 +62,6 @@ class HubTokenizer:
         self._end = self._tokenizer.eos_token_id
         if self._end is None:
             raise TokensError(f"the tokenizer in {name} has no eos_token, which ends a document")
-        folder = Path(name).expanduser()
-        self.name = str(folder.resolve()) if folder.is_dir() else name
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1  # some vocabularies have gaps
         text = self._tokenizer.backend_tokenizer.to_str()
         self.digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -98,6 +98,17 @@ def test_progress_ends_at_the_whole(text, tmp_path):
     assert told == [(2, 5), (5, 5)]
 
 
+def test_progress_within_a_file_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr("orchestrator.tokenization.documents.CHUNK", 10)
+    monkeypatch.setattr(shard_writer, "_TOGETHER", 2)
+    (tmp_path / "a.txt").write_text("x" * 25)
+    lines = write_lines(tmp_path / "b.jsonl", [{"text": "y" * 5}] * 5)
+    told: list[tuple[int, int]] = []
+    shard_writer.prepare([tmp_path / "a.txt", lines], tmp_path / "out", lambda *now: told.append(now))
+    total = 25 + lines.stat().st_size
+    assert told == [(done, total) for done in (10, 20, 25, 35, 45, 50, total)]
+
+
 ROWS = [{"text": "ab"}, {"text": ""}, {"text": "h\u00e9"}]
 
 
@@ -167,14 +178,16 @@ def test_a_mixture_refers_to_its_folders(text, tmp_path):
         (tmp_path / f"{name}.txt").write_text(name * 100)
         shard_writer.prepare([tmp_path / f"{name}.txt"], tmp_path / name)
     out = tmp_path / "mixed"
-    index = shard_writer.mix_folders({tmp_path / "a": 3, tmp_path / "b": 1}, out)
+    index = shard_writer.mix_folders([(tmp_path / "a", 3), (tmp_path / "b", 1)], out)
     assert TokenIndex.read(out) == index
     assert (index.tokens, index.sources, [part.weight for part in index.parts]) == (202, 2, [3, 1])
-    assert shard_writer.mix_folders({tmp_path / "a": 3, tmp_path / "b": 1}, out) == index
+    assert shard_writer.mix_folders([(tmp_path / "a", 3), (tmp_path / "b", 1)], out) == index
     with pytest.raises(TokensError, match="exists and contains something else"):
-        shard_writer.mix_folders({tmp_path / "a": 1, tmp_path / "b": 1}, out)
+        shard_writer.mix_folders([(tmp_path / "a", 1), (tmp_path / "b", 1)], out)
+    with pytest.raises(TokensError, match="a folder is named twice"):
+        shard_writer.mix_folders([(tmp_path / "a", 1), (tmp_path / "b" / ".." / "a", 2)], tmp_path / "other")
     with pytest.raises(TokensError, match="is a mixture itself: name its folders"):
-        shard_writer.mix_folders({out: 1}, tmp_path / "other")
+        shard_writer.mix_folders([(out, 1)], tmp_path / "other")
     (tmp_path / "a" / "shard-00000.bin").write_bytes(b"x" * 202)
     assert index.changed_shards(out) == [f"{tmp_path}/a/shard-00000.bin"]
 

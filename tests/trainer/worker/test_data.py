@@ -80,11 +80,11 @@ def test_the_loss_weights_each_trained_token_alike_on_any_number_of_ranks(masked
 @pytest.fixture
 def mixed_tokens(tmp_path: Path) -> Path:
     """Three folders with different bytes, sizes and weights."""
-    weights = {}
+    weights = []
     for letter, size, weight in (("a", 40_000, 0.7), ("b", 3_000, 0.28), ("c", 9_000, 0.02)):
         (tmp_path / f"{letter}.txt").write_text(letter * size)
         shard_writer.prepare([tmp_path / f"{letter}.txt"], tmp_path / letter)
-        weights[tmp_path / letter] = weight
+        weights.append((tmp_path / letter, weight))
     shard_writer.mix_folders(weights, tmp_path / "mixed")
     return tmp_path / "mixed"
 

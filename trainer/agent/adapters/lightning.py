@@ -44,7 +44,7 @@ def _add_callback(callback: Any, trainer: Any) -> None:
         trainer.callbacks.append(callback())
 
 
-class Place(NamedTuple):
+class SavePlace(NamedTuple):
     """Folder in which a `fit` saves. Below a `root`, Lightning chooses the names: `lightning_logs/version_0`."""
 
     folder: str
@@ -55,13 +55,13 @@ class Place(NamedTuple):
         return folder == self.folder or below
 
 
-def _find_places(trainer: Any) -> list[Place]:
+def _find_places(trainer: Any) -> list[SavePlace]:
     dirpaths = [getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks]
-    places = [Place(os.path.realpath(folder)) for folder in dirpaths if folder]
+    places = [SavePlace(os.path.realpath(folder)) for folder in dirpaths if folder]
     if places and all(dirpaths):
         return places
     roots = [trainer.default_root_dir, *(logger.save_dir for logger in trainer.loggers)]
-    return places + [Place(os.path.realpath(root), is_root=True) for root in roots if root]
+    return places + [SavePlace(os.path.realpath(root), is_root=True) for root in roots if root]
 
 
 class Fits:
@@ -69,7 +69,7 @@ class Fits:
 
     def __init__(self, offered: str, host: AdapterHost) -> None:
         self._offered, self._host = offered, host
-        self._places: list[Place] = []
+        self._places: list[SavePlace] = []
 
     def begin(self, trainer: Any) -> str:
         """Return the path to resume from instead of the program's own `ckpt_path`, or "" to keep that.

@@ -66,7 +66,11 @@ def main(folder: Path, command: list[str]) -> int:
     cells = _share_cells()
     os.chdir(folder)  # into the overlay
     checkpoint = Path(os.environ[CHECKPOINT_VARIABLE])
-    opened = OpenedFiles(list_tested(checkpoint, find_config(RunDir(Path(order.run_dir)))))
+    try:
+        opened = OpenedFiles(list_tested(checkpoint, find_config(RunDir(Path(order.run_dir)))))
+    except OSError as error:  # the node's limits of inotify
+        _write(attempt, Trial(refused=f"whether it opens {checkpoint.name} cannot be seen: {error}"))
+        return 1
     code = train(command, cells, order.steps, attempt, opened)
     if code == 0 and is_first_of_node():
         _await_others(attempt)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.agent.coordination.test_requests import Desk
+from trainer.agent.user_command import trial
 from trainer.agent.user_command.checkpoints import find
 from trainer.agent.user_command.opened_files import OpenedFiles
 from trainer.agent.user_command.private_view import NAMESPACES
@@ -30,7 +31,7 @@ from trainer.agent.user_command.sealing import SealWork
 from trainer.agent.user_command.trial import Trial, has_opened, read_trial, trial_file
 from trainer.agent.user_command.trial_view import hide_newer, list_tested
 from trainer.protocol.command_progress import CommandCheckpointsConfig
-from trainer.protocol.restore_test import RestoreTestOrder, own_command
+from trainer.protocol.restore_test import RestoreTestOrder, own_command, write_order
 from trainer.protocol.run_dir import AttemptDir, RunDir
 
 CONFIG = CommandCheckpointsConfig(path="out", pattern="step-*")
@@ -107,6 +108,27 @@ def test_newer_checkpoints_are_hidden_and_pointers_name_the_tested_one(tmp_path:
     assert (folder / "latest").read_text() == "step-20\n"
     assert os.readlink(folder / "last") == "step-20"
     assert (folder / "last_step.txt").read_text() == "20"
+
+
+def test_where_files_cannot_be_watched_nothing_is_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, run = save(tmp_path / "out", 20), RunDir(tmp_path / "run")
+    run.make()
+    attempt = run.attempt(1)
+    attempt.make()
+    write_order(run, asdict(order(run.path)))
+
+    def refuse(files: object) -> None:
+        raise OSError(28, "inotify watch limit reached")
+
+    monkeypatch.setattr(trial, "OpenedFiles", refuse)
+    monkeypatch.setattr(trial, "_share_cells", list)
+    monkeypatch.setattr(trial, "find_config", lambda source: CONFIG)
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"RUN_DIR": run.path, "ATTEMPT": 1, "CHECKPOINT": folder / "step-20"}.items():
+        monkeypatch.setenv(f"ORCH_{name}", str(value))
+    assert trial.main(tmp_path, ["false"]) == 1
+    refused = read_trial(attempt, 0).refused
+    assert refused == "whether it opens step-20 cannot be seen: [Errno 28] inotify watch limit reached"
 
 
 def test_folders_of_killed_tests_are_deleted_and_those_of_others_kept(tmp_path: Path) -> None:

@@ -123,10 +123,6 @@ class HfWorkload(BaseWorkload):
         except (ValueError, TypeError) as error:
             why = f"transformers makes no {TASKS[self.task]} of model_type {made.model_type!r} with these settings"
             raise WorkloadError(f"workload.args.task={self.task}: {why}: {_first_line(error)}") from error
-        if self.pretrained:  # what a model freezes after it was registered
-            with torch.device("meta"):
-                for name, twin in kind.from_config(made).named_parameters():
-                    model.get_parameter(name).requires_grad_(twin.requires_grad)
         if self.config.train.activation_checkpointing:
             try:
                 model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]

@@ -10,6 +10,7 @@ import click
 from orchestrator.cli.terminal.argument_types import NonEmptyPath
 from orchestrator.cli.terminal.command_classes import Noun
 from orchestrator.cli.terminal.render import Screen, count, span
+from orchestrator.cli.terminal.streams import writing_to
 from orchestrator.errors import ConfigError, NotFound
 
 
@@ -45,7 +46,7 @@ def prepare(screen: Screen, paths: tuple[str, ...], out: Path, tokenizer: str, f
         raise NotFound(f"no such text: {missing[0]}", where="command line: PATHS", hint=hint)
     screen.if_interrupted = lambda: f"interrupted: {out} is {'complete' if any(out.glob('*')) else 'not written'}"
     started = time.monotonic()
-    with screen.bar("tokenizing") as meter:
+    with screen.bar("tokenizing") as meter, writing_to(out.absolute()):
         try:
             index = shard_writer.prepare(paths, out, meter, tokenizer=load_tokenizer(tokenizer), field=field)
         except TokensError as error:
@@ -90,7 +91,8 @@ def mix(screen: Screen, folders: tuple[str, ...], out: Path) -> None:
 
     try:
         weights = list(map(_parse_weighted, folders))
-        index = mix_folders(weights, out)
+        with writing_to(out.absolute()):
+            index = mix_folders(weights, out)
     except TokensError as error:
         raise ConfigError(str(error), where="command line: FOLDER=WEIGHT", hint="orch data mix -h") from error
     total = sum(weight for _, weight in weights)

@@ -19,6 +19,7 @@ from orchestrator.cli.runs.branch import bring, staging_folder
 from orchestrator.cli.terminal.argument_types import ClusterKind, NonEmptyPath
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, count, size
+from orchestrator.cli.terminal.streams import writing_to
 from orchestrator.errors import CheckpointInvalid, ConfigError, NotFound, OrchError, Precondition
 
 _PROVENANCE = "orch.json"
@@ -72,7 +73,7 @@ def export(
         to=to, folder=folder.resolve(), dtype=dtype, with_optimizer=with_optimizer, run=chosen.run, config=chosen.config
     )
     try:
-        with kept_while_read(chosen), screen.bar(f"step {chosen.step}") as meter:
+        with kept_while_read(chosen), screen.bar(f"step {chosen.step}") as meter, writing_to(order.folder):
             done, provenance = write(chosen.storage, chosen.name, order, meter)
     except CheckpointError as error:
         raise CheckpointInvalid(

@@ -7,6 +7,9 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TextIO
 
 from orchestrator.errors import Precondition
@@ -29,10 +32,20 @@ def find_remedy(error: OSError) -> str:
     elif error.errno == errno.ENOENT and not os.path.isdir(os.path.dirname(name)):
         remedy = f"`mkdir -p {folder}`"
     elif error.errno in (errno.ENOSPC, errno.EDQUOT):
-        remedy = f"free some space in {os.path.dirname(name)}"
+        remedy = f"free some space in {os.path.dirname(name) or 'the folder that it writes to'}"
     else:
         remedy = "correct that, or use another path"
     return f"{remedy}; then type the same command again"
+
+
+@contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Name the folder in errors of the system that have no path, such as those of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(folder)
+        raise
 
 
 READER_GONE = 141

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli.terminal.streams import find_remedy
+from orchestrator.cli.terminal.streams import find_remedy, writing_to
 from orchestrator.registry.sqlite_errors import explain
 from tests.orchestrator.cli.conftest import Patch, Type
 
@@ -39,6 +39,17 @@ def test_remedy_for_object_store() -> None:
 def test_a_folder_that_is_missing_is_made(tmp_path: Path) -> None:
     said = find_remedy(refusal(errno.ENOENT, tmp_path / "a" / "b"))
     assert said.startswith(f"`mkdir -p {tmp_path / 'a'}`")
+
+
+def test_a_full_disk_is_named_though_the_error_has_no_path(tmp_path: Path) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert find_remedy(full).startswith("free some space in the folder that it writes to")
+    with pytest.raises(OSError, match="No space left on device") as raised, writing_to(tmp_path / "out"):
+        raise full
+    assert find_remedy(raised.value).startswith(f"free some space in {tmp_path};")
+    with pytest.raises(OSError, match="denied") as raised, writing_to(tmp_path / "out"):
+        raise refusal(errno.EACCES, "/other/file")
+    assert raised.value.filename == "/other/file"
 
 
 def test_a_registry_that_is_read_only_is_made_writable(tmp_path: Path) -> None:

@@ -127,14 +127,14 @@ class SaveQueue:
             _log.error("after the save of step %d: %s", job.step, ended.reason)
 
     def _die(self, job: SaveJob, error: Exception) -> None:
-        """Release everything that is waiting: callers of `wait`, training that is filling buckets, other ranks."""
+        """Report it, then release all that wait: callers of `wait`, training that is filling buckets, other ranks."""
         _log.error("the save thread has ended", exc_info=error)
+        result_or_failed(lambda: self._broken(job, error))
         with self._changed:
             self._dead = True
             jobs = [job, *self._jobs]
             self._jobs.clear()
             self._changed.notify_all()
-        result_or_failed(lambda: self._broken(job, error))
         result_or_failed(self._ranks.close)
         for left in jobs:
             left.staged.drain()

@@ -84,14 +84,22 @@ def test_a_dying_queue_thread_frees_its_peers_buffers_and_waiting_callers() -> N
             raise Odd("what is this?")
 
     ranks = SimpleNamespace(rank=3, leads=True, close=closed.set)
-    made = SaveQueue(Saver(), ranks, lambda kind, data: reported.append((kind, data)), lambda *_: None)  # type: ignore[arg-type]
+    made = SaveQueue(Saver(), ranks, lambda kind, data: emit(kind, data), lambda *_: None)  # type: ignore[arg-type]
     jobs: list[Any] = [SimpleNamespace(step=step, staged=Staged()) for step in (1, 2)]
     for job in jobs:
         made.submit(job)
 
+    heard = list[int]()
+
+    def emit(kind: str, data: Any) -> None:
+        assert waits.wait(20)
+        waiting.join(0.2)  # a waiter that is released before the report returns now
+        reported.append((kind, data))
+
     def wait() -> None:
         waits.set()
         made.wait()
+        heard.append(len(reported))
 
     waiting = threading.Thread(target=wait, daemon=True)
     waiting.start()
@@ -102,6 +110,7 @@ def test_a_dying_queue_thread_frees_its_peers_buffers_and_waiting_callers() -> N
     assert not waiting.is_alive()
     assert not made.alive
     assert all(job.staged.drained.wait(20) for job in jobs)
+    assert heard == [1], "the report comes before the release"
     assert closed.wait(20), "peers that wait for this rank hear that it is gone"
     assert reported == [("checkpoint.failed", {"step": 1, "reason": "rank 3: Odd: what is this?"})]
     made.close()
